@@ -34,7 +34,7 @@ from agent.model.paths import (
 from agent.model.text import first_of, json_digest, one_line, quoted, sha256
 from agent.system.files import UNUSABLE, System
 from agent.system.journal import INFO, WARNING, say
-from agent.vendors.machine_vendor import CdiModes, Generated, MachineVendor, Verdict, looked_up
+from agent.vendors.machine_vendor import CdiMode, Generated, MachineVendor, Verdict, looked_up
 
 SHOWN = 10
 """How many parts, or pods, a message names, because its length is limited; the others are counted."""
@@ -372,7 +372,8 @@ class _Mode(NamedTuple):
     """One mode's specification: its inputs, and where it is published. It implements OwnSpec."""
 
     name: str
-    generator: CdiModes
+    vendor: MachineVendor
+    mode: CdiMode
     request: Request
     """What the specification is made from."""
     spec_path: str
@@ -399,7 +400,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
     remarks: dict[str, None] = {}
     for name in request.cdi_modes:
         path = mode_spec_file(vendor.name, name)
-        if modes is None or not (kind := modes.kind(name)):
+        if name not in modes:
             failed.append(
                 f"{name}: the image's agent does not support this mode: update it to the host agent's release"
             )
@@ -408,7 +409,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
                 # this release cannot tell which of the devices in it are still granted.
                 owned.remove(path)
             continue
-        mode = _Mode(name, modes, modes.mode_request(name, request, granted), path, kind)
+        mode = _Mode(name, vendor, modes[name], modes[name].request(request, granted), path, modes[name].kind)
         try:
             if not mode.request.devices:
                 # Pods must not get devices that are no longer granted.
@@ -418,7 +419,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
             noted, condition = _settle_mode(context, vendor, mode, deadline)
             remarks |= dict.fromkeys(noted["remarks"])
             if noted["left_out"]:
-                left_out.append(_left_out_in_words(path, modes.tools[0], noted["left_out"]))
+                left_out.append(_left_out_in_words(path, vendor.tools[0], noted["left_out"]))
             if condition.status is not Status.TRUE:
                 raise AgentError(condition.message)
             served.append(condition.message)
@@ -470,13 +471,13 @@ def _keep_mode(context: Context, mode: _Mode) -> str:
 
 def _remove_withdrawn_nodes(system: System, mode: _Mode) -> bool:
     """Remove nodes that are no longer granted from the published file. Return whether the file can stay."""
-    from agent.vendors.cdi import normalised
+    from agent.vendors.cdi import narrowed, normalised
 
     try:
         text = system.read_untrusted(mode.spec_path)[0]
-        spec = mode.generator.narrowed(json.loads(text), mode.request)
-        if spec is not None and (narrowed := json_for_yaml(normalised(spec), sort_keys=True)) != text:
-            system.write(mode.spec_path, narrowed)
+        spec = narrowed(json.loads(text), mode.request)
+        if spec is not None and (rest := json_for_yaml(normalised(spec), sort_keys=True)) != text:
+            system.write(mode.spec_path, rest)
     except (OSError, ValueError, RecursionError):
         # The file is malformed, or the disk is full. The file can still be removed.
         return False
@@ -484,8 +485,8 @@ def _remove_withdrawn_nodes(system: System, mode: _Mode) -> bool:
 
 
 def _mode_inputs(context: Context, mode: _Mode) -> str:
-    live, optional = live_numbers(context.system, mode.request.devices), mode.generator.optional_paths(mode.name)
-    return _inputs_digest(context, mode.request, mode.generator.tools, live, optional)
+    live = live_numbers(context.system, mode.request.devices)
+    return _inputs_digest(context, mode.request, mode.vendor.tools, live, mode.mode.mounts)
 
 
 def _current_mode(context: Context, mode: _Mode) -> dict[str, Any]:
@@ -534,13 +535,13 @@ def _publish_mode(context: Context, mode: _Mode, foreign: Foreign, deadline: flo
 
 def _generate_mode(context: Context, mode: _Mode, limit: float) -> tuple[dict[str, Any], Generated]:
     """Return a verified specification, and the generator's result. Raises AgentError or OSError."""
-    system, generator, request = context.system, mode.generator, mode.request
+    system, vendor, request = context.system, mode.vendor, mode.request
     directory, live = spec_directory(f"{request.vendor}-{mode.name}"), live_numbers(system, request.devices)
     spec, made = _generated(
-        context, directory, lambda: generator.generate(system, mode.name, request, directory, limit, live)
+        context, directory, lambda: vendor.generate_mode(system, mode.mode, request, directory, limit, live)
     )
     live = live_numbers(system, request.devices)
-    problems = generator.verify(mode.name, spec, request, *looked_up(system, spec, live))
+    problems = vendor.verify_mode(mode.mode, spec, request, *looked_up(system, spec, live))
     if problems or not isinstance(spec, dict):
         raise AgentError(f"the new CDI specification failed the check: {'; '.join(problems)}")
     return spec, made

@@ -448,12 +448,19 @@ class VendorFacts(Struct, frozen=True):
     devices: Seen[tuple[DeviceNode, ...]] = ()
     driver: Driver | None = None
     services: tuple[ServiceDirectory, ...] = ()
-    problems: tuple[str, ...] = ()
-    """Refused or broken nodes and entries, one sentence each."""
+    node_problems: Mapping[str, str] = field(default_factory=dict)
+    """Why nodes must not be used, one sentence each, by path."""
+    other_problems: tuple[str, ...] = ()
+    """Refused or broken entries that are not nodes, one sentence each."""
     incomplete: tuple[IncompletePartition, ...] = ()
     driver_expected: bool = True
     """Whether GPUs without a driver are expected to get one. If not, such a GPU goes only to machines whose settings
     name it, or that have it already."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return what was refused or is broken, one sentence each."""
+        return (*self.node_problems.values(), *self.other_problems)
 
 
 class FileState(Struct, frozen=True):

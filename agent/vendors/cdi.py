@@ -1,14 +1,15 @@
 """Reads a CDI specification.
 
-If the specification is malformed, all functions except `host_paths` raise DocumentError. The error names the malformed
+If it is malformed, all functions except `host_paths` and `narrowed` raise DocumentError. The error names the malformed
 part.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agent.model.errors import DocumentError
+from agent.model.handoff import Request
 from agent.model.json_document import parse_json
 
 DEVICE_KEYS = frozenset({"name", "containerEdits"})
@@ -43,6 +44,41 @@ def host_paths(spec: object) -> tuple[str, ...]:
     holders = [spec, *_list(spec, "devices")]
     mounts = [mount for each in holders for mount in _list(_member(each, "containerEdits"), "mounts")]
     return tuple(path for mount in mounts if isinstance(path := _member(mount, "hostPath"), str))
+
+
+def with_nodes(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Return the specification with only the wanted nodes, and only devices that have any."""
+
+    def narrow(edits: dict[str, Any]) -> dict[str, Any]:
+        return edits | {"deviceNodes": [each for each in objects(edits, "deviceNodes") if wanted(each)]}
+
+    document = object_of(spec, "the specification")
+    listed = [(name, narrow(edits)) for name, edits in devices(document)]
+    return document | {
+        "devices": [{"name": name, "containerEdits": edits} for name, edits in listed if edits["deviceNodes"]],
+        "containerEdits": narrow(object_of(document.get("containerEdits", {}), "containerEdits")),
+    }
+
+
+def narrowed(spec: object, request: Request) -> object:
+    """Return a published specification without the nodes that are not in the request.
+
+    Return None if no device is left, or if the specification is malformed.
+    """
+    numbers = {device.path: (device.major, device.minor) for device in request.devices}
+
+    def granted(node: dict[str, Any]) -> bool:
+        # The number must match too, because containers get the number in the specification, even if the node now has
+        # another number.
+        path = str(node.get("path"))
+        written = (node["major"], node.get("minor", 0)) if "major" in node else numbers.get(path)
+        return path in numbers and written == numbers[path] and node.get("hostPath", path) == path
+
+    try:
+        remaining = with_nodes(spec, granted)
+    except DocumentError:
+        return None
+    return remaining if remaining["devices"] else None
 
 
 def _member(value: object, key: str) -> object:

@@ -1,9 +1,5 @@
-"""The interface of a vendor to the host half.
+"""The interface of a vendor to the host half."""
 
-All methods are pure, except `observe` and `driver_for_pods`, which read but never write.
-"""
-
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import datetime
 from typing import Any, TypeAlias
@@ -20,8 +16,6 @@ from agent.model.text import whole_number
 from agent.system.files import System
 from agent.system.trust import FileCache
 
-# One fault as `unbounded-agent doctor` describes it.
-
 
 class Finding(Struct, frozen=True):
     """A fault with its cause, the evidence for it, and what fixes it."""
@@ -34,15 +28,12 @@ class Finding(Struct, frozen=True):
     """Commands in the order in which to run them, some with a comment after `  #`; or sentences."""
 
 
-# What `unbounded-agent doctor --kubeconfig` reads from a cluster: objects as the API server returns them.
-
-
 KubernetesObject: TypeAlias = Mapping[str, Any]
 """An object of Kubernetes' API. Any key that is used here may be missing."""
 
 
 class Cluster(Struct, frozen=True):
-    """The objects that matter for the machines' nodes. A field that could not be read is empty."""
+    """What `doctor --kubeconfig` reads: the objects that matter for the machines' nodes. What is unknown is empty."""
 
     nodes: Sequence[KubernetesObject] = ()
     pods: Sequence[KubernetesObject] = ()
@@ -191,11 +182,18 @@ class GpuError(Struct, frozen=True):
     """If no new pod should get the GPU after this error, one word for the error, such as `Xid79`; otherwise empty."""
 
 
-class HostVendor(ABC):
-    """One vendor on the host. A vendor that lacks a feature keeps the defaults of that feature."""
+class HostVendor(Struct, frozen=True, kw_only=True):
+    """One vendor on the host. A vendor that lacks a feature keeps the default of that feature.
+
+    All functions are pure, except `observe` and `driver_for_pods`, which read but never write.
+    """
 
     name: str
-    in_every_handoff = False
+    observe: Callable[[Sources], VendorFacts]
+    """Returns all facts about this vendor. What cannot be observed is Unseen, never an exception."""
+    grant: Callable[[VendorFacts, MachineSettings, DriverRoots, tuple[Gpu, ...]], Grant]
+    """Returns what a machine with these settings gets. The GPUs are the machine's, including detached ones."""
+    in_every_handoff: bool = False
     """Whether handoffs include the vendor even if the host has none of its GPUs."""
     drivers: tuple[str, ...] = ()
     """Names of kernel drivers on the PCI bus. Machines can get GPUs that have one of these drivers, or no driver."""
@@ -210,78 +208,39 @@ class HostVendor(ABC):
     """Patterns (fnmatch) of names in /dev. When such an entry appears, disappears or changes, `observe` must run."""
     node_directories: tuple[str, ...] = ()
     """Directories, some perhaps missing. When any entry in them appears, disappears or changes, `observe` must run."""
-    image = "agent-ubuntu2404"
+    further_classes: tuple[int, ...] = ()
+    """PCI classes (base class and subclass) of GPUs that are not display controllers."""
+    image: str = "agent-ubuntu2404"
     """The machine image in containerfiles/ with the programs that the machine half runs for this vendor."""
     symptoms: Mapping[tuple[ConditionType, str], str] = {}
     """Symptoms of a False condition, by condition and reason. An empty reason stands for all reasons of the condition
     that have no entry of their own."""
     library_names: tuple[str, ...] = ()
     """Patterns (fnmatch) of the files in `library_directories` that show which user space is installed."""
-
-    @abstractmethod
-    def observe(self, sources: Sources) -> VendorFacts:
-        """Return all facts about this vendor. What cannot be observed is Unseen, never an exception."""
-
-    @abstractmethod
-    def grant(
-        self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
-    ) -> Grant:
-        """Return what a machine with these settings gets. Pure.
-
-        `wanted` has the machine's GPUs, including detached ones.
-        """
-
-    def library_directories(self, driver: DriverSettings) -> tuple[str, ...]:
-        """Return the directories, some perhaps missing, where files with `library_names` appear and disappear. Pure."""
-        return ()
-
-    def misbound_gpus(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-        """Return the GPUs that, by a mistake in the host's setup, have a driver that is not in `drivers`. Pure."""
-        return ()
-
-    def conditions(self, facts: VendorFacts, grant: Grant, fabric: FabricReport) -> tuple[Condition, ...]:
-        """Return DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode. Pure.
-
-        The vendor of non-GPU devices returns none. The message of a False condition says what to do next.
-        """
-        return ()
-
-    def driver_for_pods(self, facts: VendorFacts, system: System) -> DriverForPods | None:
-        """Return the driver whose user space pods get from the host.
-
-        Return None if pods get no user space from the host, or if that could not be observed.
-        """
-        return None
-
-    def remedies(self, kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[str]) -> tuple[str, ...]:
-        """Return the commands that fix the fault behind a condition; nothing if no commands are known for it. Pure.
-
-        `kind` and `reason` are the condition's. `modules` are the kernel's loaded modules.
-        """
-        return ()
-
-    def cluster_findings(self, cluster: Cluster) -> Iterable[Finding]:
-        """Return the faults of a cluster that keep its pods from the vendor's GPUs. Pure."""
-        return ()
-
-    def node_labels(self, driver: DriverForPods | None) -> Mapping[str, str]:
-        """Return the labels for the Node of a machine that has the vendor's GPUs. Pure."""
-        return {}
-
-    def release_advice(self, command: str, pci_address: str, *, in_machine: bool) -> str:
-        """Return how to make one of the vendor's programs release a GPU; empty for any other program. Pure.
-
-        `command` is the program's name as in /proc/PID/comm. `in_machine` says where the program runs: in a machine or
-        on the host.
-        """
-        return ""
-
-    def parse_kernel_message(self, text: str) -> GpuError | None:
-        """Return the GPU error that a line of the kernel log reports; None for any other line. Pure."""
-        return None
+    library_directories: Callable[[DriverSettings], tuple[str, ...]] = lambda driver: ()
+    """Returns the directories, some perhaps missing, where files with `library_names` appear and disappear."""
+    misbound_gpus: Callable[[tuple[Gpu, ...]], tuple[Gpu, ...]] = lambda gpus: ()
+    """Returns the GPUs that, by a mistake in the host's setup, have a driver that is not in `drivers`."""
+    conditions: Callable[[VendorFacts, Grant, FabricReport], tuple[Condition, ...]] = lambda *_: ()
+    """Returns DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode; nothing for non-GPU
+    devices. The message of a False condition says what to do next."""
+    driver_for_pods: Callable[[VendorFacts, System], DriverForPods | None] = lambda *_: None
+    """Returns the driver whose user space pods get from the host; None if they get none, or if it is unknown."""
+    remedies: Callable[[ConditionType, str, VendorFacts, Set[str]], tuple[str, ...]] = lambda *_: ()
+    """Returns the commands that fix the fault behind a condition, given its type and reason, and the kernel's loaded
+    modules; nothing if no commands are known for it."""
+    cluster_findings: Callable[[Cluster], Iterable[Finding]] = lambda cluster: ()
+    """Returns the faults of a cluster that keep its pods from the vendor's GPUs."""
+    node_labels: Callable[[DriverForPods | None], Mapping[str, str]] = lambda driver: {}
+    """Returns the labels for the Node of a machine that has the vendor's GPUs."""
+    release_advice: Callable[..., str] = lambda command, pci_address, *, in_machine: ""
+    """Returns how to make one of the vendor's programs release a GPU; empty for any other program. The program has the
+    name `command` in /proc/PID/comm, and runs in a machine or on the host."""
+    parse_kernel_message: Callable[[str], GpuError | None] = lambda text: None
+    """Returns the GPU error that a line of the kernel log reports; None for any other line."""
 
 
-# Finds the faults that GPUs of every vendor can have, for the condition DevicesPresent. Pure.
+# The faults that GPUs of every vendor can have, for the condition DevicesPresent.
 
 
 KIND = ConditionType.DEVICES_PRESENT

@@ -1,7 +1,7 @@
 """The interface of a vendor to the machine half.
 
-All methods are pure, except `generate`, `query_fabric`, `list_devices`, and `plugin_spec_problems`, which calls the
-given `exists`.
+All methods are pure, except `generate`, `generate_mode`, `query_fabric`, `list_devices`, and `plugin_spec_problems`,
+which calls the given `exists`.
 A vendor's `machine.py` imports no third-party package. A method that needs such a package imports it when called.
 """
 
@@ -10,15 +10,14 @@ from collections.abc import Callable, Collection, Mapping, Set
 from typing import TYPE_CHECKING, NamedTuple
 
 from agent.model.conditions import ConditionType
-from agent.model.device import DeviceNumber
+from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.handoff import FabricAnswer, GrantedDevice, Request
 from agent.model.paths import spec_file
 from agent.system.files import System
 from agent.vendors.cdi import host_paths
 
 if TYPE_CHECKING:
-    # For type checking only: containerd waits for all imports at every boot, and this module is needed only in the few
-    # machines that allocate GPUs by claims.
+    # For type checking only: the module is needed only in the few machines that allocate GPUs by claims.
     from agent.model.contract import AllocatableDevice
 
 EDIT_LIMIT = 1 << 17
@@ -73,6 +72,33 @@ class Generated(NamedTuple):
     """What the generator wrote and the specification does not have, because the agent does not know it, in words."""
 
 
+class CdiMode(NamedTuple):
+    """A mode of a vendor's generator, in which it makes one further CDI specification."""
+
+    name: str
+    """The generator's name of the mode."""
+    kind: str
+    """The kind of the mode's devices."""
+    kinds: frozenset[DeviceKind]
+    """Kinds of the nodes that the mode covers."""
+    mounts: tuple[str, ...] = ()
+    """Paths, other than the driver's files, that are mounted if they exist."""
+    driver_files: bool = False
+    """Whether the driver's files are mounted."""
+    since: tuple[int, ...] = ()
+    """The first version of the generator that has the mode, if it is newer than the oldest that the agent accepts."""
+
+    def request(self, request: Request, granted: Collection[GrantedDevice]) -> Request:
+        """Return what the mode needs of a request, and the `granted` devices that it covers.
+
+        If the result has no device, no specification is made.
+        """
+        devices = tuple(device for device in granted if device.kind in self.kinds)
+        if not self.driver_files:
+            return Request(request.vendor, (), devices)
+        return Request(request.vendor, (), devices, request.driver_version, request.driver_root, request.files)
+
+
 def looked_up(
     system: System, spec: object, live: Mapping[str, DeviceNumber]
 ) -> tuple[dict[str, DeviceNumber], set[str]]:
@@ -124,20 +150,15 @@ class MachineVendor(ABC):
     plugin_spec = ""
     """Where the device plugin writes its own CDI specification, whose devices pods get; empty if it writes none."""
 
+    cdi_modes: Mapping[str, CdiMode] = {}
+    """The generator's further modes, by name."""
+    markers: tuple[Marker, ...] = ()
+    """The markers that the vendor's components for Kubernetes wait for."""
+
     @property
     def spec_path(self) -> str:
         """Return where the CDI specification is published."""
         return spec_file(self.name)
-
-    @property
-    def cdi_modes(self) -> "CdiModes | None":
-        """Return the generator's further modes; None if the generator makes only specifications of GPUs."""
-        return None
-
-    @property
-    def markers(self) -> tuple[Marker, ...]:
-        """Return the markers that the vendor's components for Kubernetes wait for."""
-        return ()
 
     @abstractmethod
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
@@ -145,6 +166,24 @@ class MachineVendor(ABC):
 
         `directory` is empty, and is for the files that the generator writes. `live` is as in `verify`.
         """
+
+    def generate_mode(
+        self,
+        system: System,
+        mode: CdiMode,
+        request: Request,
+        directory: str,
+        limit: float,
+        live: Mapping[str, DeviceNumber],
+    ) -> Generated:
+        """Generate a mode's specification within `limit` seconds, as `generate`. The request is CdiMode.request's."""
+        raise NotImplementedError
+
+    def verify_mode(
+        self, mode: CdiMode, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+    ) -> tuple[str, ...]:
+        """Return why a mode's specification must not be published. The arguments are as in `verify`. Pure."""
+        raise NotImplementedError
 
     def query_fabric(self, system: System, request: Request) -> tuple[FabricAnswer, ...]:
         """Ask the GPUs whether they are registered with the NVLink fabric, which opens them.
@@ -221,56 +260,3 @@ class MachineVendor(ABC):
         Return `text` itself if nothing has to change. Raises AgentError.
         """
         return text
-
-
-class CdiModes(ABC):
-    """The modes of a vendor's generator. In each mode, the generator makes one further CDI specification."""
-
-    tools: tuple[str, ...]
-    """Programs on which the specifications depend, as in MachineVendor."""
-
-    @abstractmethod
-    def kind(self, mode: str) -> str:
-        """Return the kind of the mode's devices; empty for an unknown mode, which no other method accepts. Pure."""
-
-    @abstractmethod
-    def mode_request(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
-        """Return the mode's request: what the mode needs of `request`, and the `granted` devices that the mode covers.
-
-        If the result has no device, no specification is made. Pure.
-        """
-
-    @abstractmethod
-    def optional_paths(self, mode: str) -> tuple[str, ...]:
-        """Return the paths that the mode's specification mounts if they exist. Pure."""
-
-    @abstractmethod
-    def generate(
-        self,
-        system: System,
-        mode: str,
-        request: Request,
-        directory: str,
-        limit: float,
-        live: Mapping[str, DeviceNumber],
-    ) -> Generated:
-        """Generate a specification in an empty directory within `limit` seconds. Raises AgentError or OSError.
-
-        `live` is as in `MachineVendor.generate`.
-        """
-
-    @abstractmethod
-    def narrowed(self, spec: object, request: Request) -> object:
-        """Return `spec`, a published specification, without the nodes that are not in the request. Pure.
-
-        Return None if no device is left, or if the specification is malformed.
-        """
-
-    @abstractmethod
-    def verify(
-        self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
-    ) -> tuple[str, ...]:
-        """Return the reasons why the specification must not be published; none if it may be. Pure.
-
-        The arguments are as in MachineVendor.verify.
-        """

@@ -1,7 +1,7 @@
 """Non-GPU devices on the host, treated as a vendor without GPUs. Machines' settings name the devices or their nodes."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from msgspec import Struct
@@ -99,13 +99,14 @@ class NodeChecker:
     """Checks nodes one by one and collects problems. Raises OSError if a node cannot be observed."""
 
     def __init__(self, system: System) -> None:
-        self.problems: list[str] = []
+        self.problems: dict[str, str] = {}
+        """Why each node must not be used, by path."""
         self._system = system
         self._registered = names_by_major(system.read_text(PROC_DEVICES))
         self._misc = parse_misc(system.read_text(PROC_MISC)) if system.exists(PROC_MISC) else {}
 
     def class_nodes(self, wanted: DeviceClass) -> Iterator[DeviceNode]:
-        """Yield the usable nodes of a class. For each node that must not be used, a sentence is added to `problems`."""
+        """Yield the usable nodes of a class. Those that must not be used are added to `problems`."""
         for rule in wanted.rules:
             for name in entries_if_present(self._system, rule.directory):
                 if not rule.pattern.fullmatch(name):
@@ -124,7 +125,7 @@ class NodeChecker:
             return None
         names = self._registered.get(number.major, frozenset())
         if name := _first_match(names, GPU_DRIVERS):
-            self.problems.append(f"{path}: belongs to driver {name}; use `gpus` or `devices` for this driver's devices")
+            self.problems[path] = f"{path}: belongs to driver {name}; use `gpus` or `devices` for this driver's devices"
             return None
         return DeviceNode(path, DeviceKind.EXTRA, number)
 
@@ -136,10 +137,10 @@ class NodeChecker:
             if isinstance(fact, Unseen):
                 raise
             if isinstance(fact, Broken):
-                self.problems.append(fact.why)
+                self.problems[path] = fact.why
             return None
         if number is None:
-            self.problems.append(f"{path}: not a character device")
+            self.problems[path] = f"{path}: not a character device"
         return number
 
     def _fits(self, path: str, number: DeviceNumber, rule: Rule) -> bool:
@@ -147,13 +148,13 @@ class NodeChecker:
         if rule.registered:
             if rule.registered in self._registered.get(number.major, ()):
                 return True
-            self.problems.append(f"{problem}, but {PROC_DEVICES} has no {rule.registered} with that major")
+            self.problems[path] = f"{problem}, but {PROC_DEVICES} has no {rule.registered} with that major"
             return False
         minor = self._misc.get(rule.misc) if rule.misc else rule.minor
         if minor is None:
-            self.problems.append(f"{path}: its driver is not loaded ({rule.misc} is not in {PROC_MISC})")
+            self.problems[path] = f"{path}: its driver is not loaded ({rule.misc} is not in {PROC_MISC})"
         elif (number.major, number.minor) != (MISC_MAJOR, minor):
-            self.problems.append(f"{problem}, not {MISC_MAJOR}:{minor}")
+            self.problems[path] = f"{problem}, not {MISC_MAJOR}:{minor}"
         else:
             return True
         return False
@@ -163,64 +164,45 @@ def _first_match(names: Collection[str], patterns: Iterable[str]) -> str:
     return next((name for name in sorted(names) for pattern in patterns if fnmatchcase(name, pattern)), "")
 
 
-def missing_devices(
-    wanted: Iterable[str], paths: Iterable[str], nodes: Mapping[str, DeviceKind], problems: Iterable[str]
-) -> tuple[str, ...]:
-    """Return, in words, each requested class or path that has no node. Pure.
-
-    `wanted` has the names of the requested classes, and `paths` the requested paths. `nodes` maps the path of each
-    granted node to its kind. If one of the `problems` begins with a missing path, that sentence is returned for the
-    path.
-    """
-    missing = []
-    for name in wanted:
-        requested = device_class(name)
-        if requested.kind not in nodes.values():
-            missing.append(f'devices "{name}" ({requested.advice})')
-    for path in paths:
-        if path not in nodes:
-            missing.append(next((problem for problem in problems if problem.startswith(f"{path}: ")), path))
-    return tuple(missing)
+def observe_others(sources: Sources) -> VendorFacts:
+    """Return the facts about the devices that machines request. If no machine requests any, nothing is read."""
+    classes = sorted({name for each in sources.machines.values() for name in each.devices})
+    paths = sorted({device.path for each in sources.machines.values() for device in each.extra_devices})
+    if not classes and not paths:
+        return VendorFacts(OTHER_DEVICES)
+    try:
+        checker = NodeChecker(sources.system)
+        nodes = {node.path: node for name in classes for node in checker.class_nodes(device_class(name))}
+        named = [node for path in paths if path not in nodes and (node := checker.named_node(path))]
+    except OSError as error:
+        return VendorFacts(OTHER_DEVICES, devices=Unseen(classify_error(error.filename or PROC_DEVICES, error).why))
+    return VendorFacts(OTHER_DEVICES, devices=tuple(sorted((*nodes.values(), *named))), node_problems=checker.problems)
 
 
-class OtherDevices(HostVendor):
-    """The vendor of non-GPU devices. It has no conditions; agent.host.verify.readiness mentions missing devices."""
-
-    name = OTHER_DEVICES
-    in_every_handoff = True
-    node_names = NODE_NAMES
-    node_directories = NODE_DIRECTORIES
-
-    def observe(self, sources: Sources) -> VendorFacts:
-        """Return the facts about the devices that machines request. If no machine requests any, nothing is read."""
-        classes = sorted({name for each in sources.machines.values() for name in each.devices})
-        paths = sorted({device.path for each in sources.machines.values() for device in each.extra_devices})
-        if not classes and not paths:
-            return VendorFacts(self.name)
-        try:
-            checker = NodeChecker(sources.system)
-            nodes = {node.path: node for name in classes for node in checker.class_nodes(device_class(name))}
-            named = [node for path in paths if path not in nodes and (node := checker.named_node(path))]
-        except OSError as error:
-            return VendorFacts(self.name, devices=Unseen(classify_error(error.filename or PROC_DEVICES, error).why))
-        devices = tuple(sorted((*nodes.values(), *named)))
-        return VendorFacts(self.name, devices=devices, problems=tuple(dict.fromkeys(checker.problems)))
-
-    def grant(
-        self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
-    ) -> Grant:
-        """Grant the nodes that this machine's settings request, and list the missing ones."""
-        paths = tuple(each.path for each in settings.extra_devices)
-        nodes: tuple[DeviceNode, ...] = ()
-        if isinstance(facts.devices, tuple):
-            nodes = tuple(node for node in facts.devices if node.kind in settings.devices or node.path in paths)
-        kinds = {node.path: node.kind for node in nodes}
-        return Grant(
-            vendor=facts.vendor,
-            nodes=tuple(sorted(nodes)),
-            driver_files=False,
-            missing=missing_devices(settings.devices, paths, kinds, facts.problems),
-        )
+def grant_others(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]) -> Grant:
+    """Grant the nodes that this machine's settings request, and list the missing ones."""
+    paths = tuple(each.path for each in settings.extra_devices)
+    found = facts.devices if isinstance(facts.devices, tuple) else ()
+    nodes = {node.path: node for node in found if node.kind in settings.devices or node.path in paths}
+    kinds = {node.kind for node in nodes.values()}
+    classes = [each for name in settings.devices if (each := device_class(name)).kind not in kinds]
+    return Grant(
+        vendor=facts.vendor,
+        nodes=tuple(sorted(nodes.values())),
+        driver_files=False,
+        missing=(
+            *(f'devices "{each.kind}" ({each.advice})' for each in classes),
+            *(facts.node_problems.get(path, path) for path in paths if path not in nodes),
+        ),
+    )
 
 
-OTHER = OtherDevices()
+OTHER = HostVendor(
+    name=OTHER_DEVICES,
+    observe=observe_others,
+    grant=grant_others,
+    in_every_handoff=True,
+    node_names=NODE_NAMES,
+    node_directories=NODE_DIRECTORIES,
+)
+"""The vendor of non-GPU devices. It has no conditions; agent.host.verify.readiness mentions missing devices."""

@@ -1,5 +1,7 @@
 """The host half of a vendor whose GPUs need only device nodes."""
 
+from functools import partial
+
 from msgspec import Struct
 
 from agent.config.settings import MachineSettings
@@ -23,8 +25,6 @@ from agent.vendors.host_vendor import (
     unusable,
 )
 
-# Describes how a vendor's GPUs are recognised on the host. Pure.
-
 
 class SharedNode(Struct, frozen=True):
     """A node that all GPUs of the vendor share."""
@@ -38,7 +38,7 @@ class SharedNode(Struct, frozen=True):
 
 
 class Description(Struct, frozen=True):
-    """One vendor."""
+    """How a vendor's GPUs are recognised on the host."""
 
     name: str
     title: str
@@ -97,12 +97,14 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
     )
     if not gpus:
         return VendorFacts(vendor.name)
-    problems: list[str] = []
+    problems: dict[str, str] = {}
+    nodes = _nodes(vendor, sources, gpus, problems)
     return VendorFacts(
         vendor.name,
         gpus,
-        _nodes(vendor, sources, gpus, problems),
-        problems=tuple(problems),
+        nodes,
+        node_problems=problems,
+        other_problems=_divided(vendor, sources, gpus) if isinstance(nodes, tuple) else (),
         # udev loads the driver of a GPU. If none of the vendor's modules is loaded, the driver is not installed or not
         # wanted. So no driver is expected.
         driver_expected=any(
@@ -112,11 +114,11 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
 
 
 def _nodes(
-    vendor: Description, sources: Sources, gpus: tuple[Gpu, ...], problems: list[str]
+    vendor: Description, sources: Sources, gpus: tuple[Gpu, ...], problems: dict[str, str]
 ) -> Seen[tuple[DeviceNode, ...]]:
     """Return the usable nodes; Unseen if any node could not be observed.
 
-    `problems` gets a sentence for each node that must not be used, and for each GPU of which only a part is granted.
+    `problems` gets a sentence for each node that must not be used.
     """
     if isinstance(sources.drm, Absent):
         return ()
@@ -130,43 +132,41 @@ def _nodes(
             nodes += [_shared(sources.system, each, majors, problems) for each in vendor.shared]
     except OSError as error:
         return Unseen(classify_error(error.filename or PROC_DEVICES, error).why)
-    # A divided GPU has nodes that belong to no PCI device. If there are no such nodes, no GPU is divided, so sysfs need
-    # not be read.
-    if any(not each.pci_address for each in sources.drm):
-        problems += _divided(vendor, sources.system, sorted(driven))
     return tuple(sorted(node for node in nodes if node))
 
 
-def _divided(vendor: Description, system: System, gpus: list[str]) -> list[str]:
+def _divided(vendor: Description, sources: Sources, gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
     """Return a sentence for each divided GPU. Of such a GPU, only the first partition is granted.
 
-    The existence of nodes for partitions does not prove that a GPU is divided: amdgpu makes nodes for eight partitions
-    in every mode (amdgpu_xcp_dev_register). So the attribute in sysfs is read.
+    A divided GPU has nodes that belong to no PCI device. These alone do not prove that a GPU is divided: amdgpu makes
+    nodes for eight partitions in every mode (amdgpu_xcp_dev_register). So the attribute in sysfs is read too.
     """
-    if not vendor.partition_mode:
-        return []
-    paths = [f"{PCI_DEVICES}/{gpu}/{vendor.partition_mode}" for gpu in gpus]
-    found = [text.strip() if isinstance(text, str) else "" for text in read_device_texts(system, paths)]
-    return [
+    nodes = sources.drm if isinstance(sources.drm, tuple) else ()
+    if not vendor.partition_mode or all(each.pci_address for each in nodes):
+        return ()
+    driven = sorted(gpu.pci_address for gpu in gpus if gpu.driver in vendor.drivers)
+    paths = [f"{PCI_DEVICES}/{gpu}/{vendor.partition_mode}" for gpu in driven]
+    found = [text.strip() if isinstance(text, str) else "" for text in read_device_texts(sources.system, paths)]
+    return tuple(
         f"GPU {gpu} is divided ({vendor.partition_mode} is {mode!a}): only its first partition is granted, because the "
         "nodes of the others belong to no PCI device"
-        for gpu, mode in zip(gpus, found, strict=True)
+        for gpu, mode in zip(driven, found, strict=True)
         if mode not in ("", "UNKNOWN", vendor.whole)
-    ]
+    )
 
 
-def _node(system: System, device: DrmDevice, majors: dict[str, int], problems: list[str]) -> DeviceNode | None:
+def _node(system: System, device: DrmDevice, majors: dict[str, int], problems: dict[str, str]) -> DeviceNode | None:
     kind = DeviceKind.DRI_RENDER if "/renderD" in device.path else DeviceKind.DRI_CARD
     number = _number(system, device.path, majors.get(REGISTERED), problems)
     return DeviceNode(device.path, kind, number, device.pci_address) if number else None
 
 
-def _shared(system: System, node: SharedNode, majors: dict[str, int], problems: list[str]) -> DeviceNode | None:
+def _shared(system: System, node: SharedNode, majors: dict[str, int], problems: dict[str, str]) -> DeviceNode | None:
     number = _number(system, node.path, majors.get(node.registered), problems)
     return DeviceNode(node.path, node.kind, number) if number else None
 
 
-def _number(system: System, path: str, major: int | None, problems: list[str]) -> DeviceNumber | None:
+def _number(system: System, path: str, major: int | None, problems: dict[str, str]) -> DeviceNumber | None:
     """Return the node's number; None if the node does not exist or must not be used.
 
     `problems` gets the reason why a node must not be used.
@@ -177,10 +177,10 @@ def _number(system: System, path: str, major: int | None, problems: list[str]) -
         # The kernel has not made the node yet, or the driver has no such node.
         return None
     if number is None:
-        problems.append(f"{path}: not a character device")
+        problems[path] = f"{path}: not a character device"
     elif number.major != major:
         registered = f"major {major}" if major is not None else "no major"
-        problems.append(f"{path}: is {number.major}:{number.minor}, but its driver has {registered} in {PROC_DEVICES}")
+        problems[path] = f"{path}: is {number.major}:{number.minor}, but its driver has {registered} in {PROC_DEVICES}"
         return None
     return number
 
@@ -188,7 +188,9 @@ def _number(system: System, path: str, major: int | None, problems: list[str]) -
 # Evaluates the host's conditions for GPUs that need only their nodes. Messages say what to do next. Pure.
 
 
-def drm_conditions(vendor: Description, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
+def drm_conditions(
+    vendor: Description, facts: VendorFacts, grant: Grant, fabric: FabricReport
+) -> tuple[Condition, ...]:
     """Return DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode, in this order."""
     no_files = f"pods bring the libraries for {vendor.title}'s GPUs themselves"
     return (
@@ -249,57 +251,48 @@ SYMPTOMS = {
 }
 
 
-class DrmHost(HostVendor):
-    """A vendor that a Description describes completely. Pods bring their own user space: Mesa, oneAPI or ROCm.
+def grant_drm(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]) -> Grant:
+    """Grant the nodes of each GPU, and the shared nodes if the machine gets a GPU."""
+    gpus = tuple(sorted(gpu.pci_address for gpu in wanted if not gpu.detached))
+    nodes: tuple[DeviceNode, ...] = ()
+    if isinstance(facts.devices, tuple) and gpus:
+        nodes = tuple(sorted(node for node in facts.devices if node.pci_address in ("", *gpus)))
+    return Grant(
+        vendor=facts.vendor,
+        gpus=gpus,
+        nodes=nodes,
+        driver_files=False,
+        detached=tuple(sorted(gpu.pci_address for gpu in wanted if gpu.detached)),
+    )
+
+
+def drm_host(vendor: Description) -> HostVendor:
+    """Return a vendor that a Description describes completely. Pods bring their own user space: Mesa, oneAPI or ROCm.
 
     HostVendor's defaults are right for the rest: a GPU with another driver is no fault (radeon, for example, is for
     older GPUs), no program of the vendor keeps a GPU open, and the drivers write no numbered errors into the kernel
     log.
     """
-
-    own_nodes = frozenset({DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER})
-    node_directories = (DRI,)
-    symptoms = SYMPTOMS
-
-    def __init__(self, description: Description) -> None:
-        self.description = description
-        self.name = description.name
-        self.drivers = description.drivers
-        self.module_names = description.drivers
-        shared = (each.path.removeprefix("/dev/") for each in description.shared)
-        self.node_names = (DRI.removeprefix("/dev/"), *shared)
-
-    def observe(self, sources: Sources) -> VendorFacts:
-        return observe_drm(self.description, sources)
-
-    def grant(
-        self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
-    ) -> Grant:
-        """Grant the nodes of each GPU, and the shared nodes if the machine gets a GPU."""
-        gpus = tuple(sorted(gpu.pci_address for gpu in wanted if not gpu.detached))
-        nodes: tuple[DeviceNode, ...] = ()
-        if isinstance(facts.devices, tuple) and gpus:
-            nodes = tuple(sorted(node for node in facts.devices if node.pci_address in ("", *gpus)))
-        return Grant(
-            vendor=facts.vendor,
-            gpus=gpus,
-            nodes=nodes,
-            driver_files=False,
-            detached=tuple(sorted(gpu.pci_address for gpu in wanted if gpu.detached)),
-        )
-
-    def conditions(self, facts: VendorFacts, grant: Grant, fabric: FabricReport) -> tuple[Condition, ...]:
-        return drm_conditions(self.description, facts, grant)
-
-
-# AMD on the host.
+    shared = (each.path.removeprefix("/dev/") for each in vendor.shared)
+    return HostVendor(
+        name=vendor.name,
+        observe=partial(observe_drm, vendor),
+        grant=grant_drm,
+        drivers=vendor.drivers,
+        own_nodes=frozenset({DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER}),
+        module_names=vendor.drivers,
+        node_names=(DRI.removeprefix("/dev/"), *shared),
+        node_directories=(DRI,),
+        further_classes=vendor.further_classes,
+        symptoms=SYMPTOMS,
+        conditions=partial(drm_conditions, vendor),
+    )
 
 
 PROCESSING_ACCELERATOR = 0x1200
 """PCI class by which amdgpu recognises Instinct accelerators from MI200 on (pciidlist in amdgpu_drv.c)."""
-KFD = SharedNode("/dev/kfd", DeviceKind.KFD, "kfd", "ROCm cannot compute")
 
-AMD = DrmHost(
+AMD = drm_host(
     Description(
         name="amd",
         title="AMD",
@@ -309,17 +302,12 @@ AMD = DrmHost(
         drivers=("amdgpu",),
         firmware="Debian: firmware-amd-graphics; Ubuntu: linux-firmware",
         further_classes=(PROCESSING_ACCELERATOR,),
-        shared=(KFD,),
+        shared=(SharedNode("/dev/kfd", DeviceKind.KFD, "kfd", "ROCm cannot compute"),),
         partition_mode="current_compute_partition",
         whole="SPX",
     )
 )
-
-
-# Intel on the host.
-
-
-INTEL = DrmHost(
+INTEL = drm_host(
     Description(
         name="intel",
         title="Intel",

@@ -337,8 +337,7 @@ def _shared_nodes_missing(facts: VendorFacts, grant: Grant) -> Iterator[Conditio
     for needed, (path, command) in NEEDED_BY_ALL.items():
         if needed not in present_kinds:
             # The node may exist and yet be unusable: it may have the number from a module that was loaded before.
-            wrong = [problem for problem in facts.problems if problem.startswith(f"{path}: ")]
-            what = "; ".join(wrong) or f"{path} is missing"
+            what = facts.node_problems.get(path, f"{path} is missing")
             yield false(ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING, f"{what}; run `{command}`")
 
 

@@ -273,8 +273,8 @@ class Observed(Struct, frozen=True):
 
     nodes: Seen[tuple[DeviceNode, ...]]
     """The usable nodes; Unseen if any node could not be observed."""
-    problems: tuple[str, ...] = ()
-    """A sentence for each node that must not be granted, except nodes of incomplete or destroyed MIG instances."""
+    problems: Mapping[str, str] = MappingProxyType({})
+    """Why nodes must not be granted, by path, except nodes of incomplete or destroyed MIG instances."""
     incomplete: tuple[IncompletePartition, ...] = ()
     """Incomplete MIG instances. None of their nodes is in `nodes`."""
 
@@ -297,7 +297,7 @@ def observe_devices(sources: Sources, listed: GpuList) -> Observed:
     nodes = [node for node in nodes if not (instance := parse_instance(node.capability)) or instance in whole]
     kinds = list(DeviceKind)
     ordered = sorted(nodes, key=lambda node: (kinds.index(node.kind), node.number.minor, node.path))
-    return Observed(tuple(ordered), tuple(checker.problems), tuple(checker.incomplete()))
+    return Observed(tuple(ordered), checker.problems, tuple(checker.incomplete()))
 
 
 class _NodeChecker:
@@ -306,7 +306,7 @@ class _NodeChecker:
     def __init__(
         self, system: System, majors: dict[str, int], gpus: tuple[Gpu, ...], capabilities: dict[int, str]
     ) -> None:
-        self.problems: list[str] = []
+        self.problems: dict[str, str] = {}
         self._system = system
         self._majors = majors
         self._capabilities = capabilities
@@ -321,7 +321,8 @@ class _NodeChecker:
         # Other names are skipped first, because a host has hundreds of other nodes.
         for name in (each for each in entries_if_present(self._system, directory) if each.startswith(PREFIXES)):
             if not name.isprintable():
-                self.problems.append(f"{directory}/: unexpected characters in the device name {name!a}")
+                problem = f"{directory}/: unexpected characters in the device name {name!a}"
+                self.problems[f"{directory}/{name}"] = problem
                 continue
             for rule in RULES[directory]:
                 match = rule.pattern.fullmatch(name)
@@ -357,7 +358,7 @@ class _NodeChecker:
             # is just being unbound: sysfs would show that first. So the list is wrong, or not complete yet.
             raise OSError(errno.EAGAIN, f"lists no GPU, but the driver is bound to {', '.join(self._by_address)}", GPUS)
         if gpu is None:
-            self.problems.append(f"{path}: the driver has no GPU with minor {wanted}; ignoring the leftover node")
+            self.problems[path] = f"{path}: the driver has no GPU with minor {wanted}; ignoring the leftover node"
             return None
         return DeviceNode(path, rule.kind, number, gpu.pci_address)
 
@@ -401,12 +402,12 @@ class _NodeChecker:
             return None
         major = next((self._majors[name] for name in registered if name in self._majors), None)
         if number is None:
-            self.problems.append(f"{path}: not a character device")
+            self.problems[path] = f"{path}: not a character device"
         elif major is None:
-            self.problems.append(f"{path}: its driver is not loaded ({registered[0]} is not in {PROC_DEVICES})")
+            self.problems[path] = f"{path}: its driver is not loaded ({registered[0]} is not in {PROC_DEVICES})"
         elif number.major != major or (minor is not None and number.minor != minor):
             wanted = f"{major}:{minor}" if minor is not None else f"major {major}"
-            self.problems.append(
+            self.problems[path] = (
                 f"{path}: is {number.major}:{number.minor}, but the driver uses {wanted}; "
                 "remove the node and create it again"
             )

@@ -10,8 +10,6 @@ from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia, misbound_gpu
 from agent.vendors.nvidia.places import LIBRARY_NAMES, watched_directories
 from agent.vendors.nvidia.user_space import driver_for_pods, observe_user_space
 
-# Observes NVIDIA's GPUs and driver on a host.
-
 
 def observe_nvidia(sources: Sources) -> VendorFacts:
     """Return all facts about NVIDIA. What cannot be observed is Unseen; `problems` says what must not be used."""
@@ -25,13 +23,13 @@ def observe_nvidia(sources: Sources) -> VendorFacts:
         devices=devices.nodes,
         driver=observe_driver(sources, module, user_space, devices.nodes),
         services=observe_services(sources.system),
-        problems=(*listed.problems, *devices.problems, *user_space.problems),
+        node_problems=devices.problems,
+        other_problems=(*listed.problems, *user_space.problems),
         incomplete=devices.incomplete,
     )
 
 
-# Labels of Nodes with NVIDIA GPUs, as the GPU Operator and GPU Feature Discovery name them. Pure.
-
+# Labels of Nodes with NVIDIA GPUs, as the GPU Operator and GPU Feature Discovery name them.
 
 PRESENT = "nvidia.com/gpu.present"
 """Both the GPU Operator and the device plugin's Helm chart select Nodes by this label."""
@@ -54,9 +52,6 @@ def _versions(prefix: str, version: str, parts: tuple[str, ...]) -> dict[str, st
     return {f"{prefix}.{part}": number for part, number in {**numbers, "full": version}.items() if version}
 
 
-# Lists NVIDIA's programs that keep GPUs open, and how to make each program release a GPU. Pure.
-
-
 COMMAND_LENGTH = 15
 """Characters that the kernel keeps of a program's name: TASK_COMM_LEN without the null byte (proc_pid_comm(5))."""
 
@@ -70,7 +65,7 @@ ADVICE = {
     "nvidia-cuda-mps-server": "`echo quit | nvidia-cuda-mps-control`: ends all CUDA programs that use MPS",
     "nvidia-smi": "wait for it to end, or end it if it loops (-l)",
 }
-"""Advice by program, for programs on the host."""
+"""How to make a program that keeps GPUs open on the host release one, by program."""
 IN_MACHINES = {
     "nvidia-device-plugin": (
         "restart the plugin once the node no longer offers the GPU; machines.NAME.restart_device_plugin = true "
@@ -91,32 +86,27 @@ def release_advice(command: str, pci_address: str, *, in_machine: bool) -> str:
     return ""
 
 
-class Nvidia(HostVendor):
-    """NVIDIA on the host."""
-
-    name = "nvidia"
-    in_every_handoff = True
-    drivers = (KERNEL_DRIVER,)
-    own_nodes = frozenset({DeviceKind.GPU})
-    services = SERVICES
-    module_names = MODULE_NAMES
-    node_names = NODE_NAMES
-    node_directories = NODE_DIRECTORIES
-    image = "agent-ubuntu2404-nvidia"
-    symptoms = SYMPTOMS
-    library_names = LIBRARY_NAMES
-
-    observe = staticmethod(observe_nvidia)
-    grant = staticmethod(grant_nvidia)
-    library_directories = staticmethod(watched_directories)
-    misbound_gpus = staticmethod(misbound_gpus)
-    conditions = staticmethod(nvidia_conditions)
-    driver_for_pods = staticmethod(driver_for_pods)
-    node_labels = staticmethod(node_labels)
-    release_advice = staticmethod(release_advice)
-    remedies = staticmethod(remedies)
-    cluster_findings = staticmethod(cluster_findings)
-    parse_kernel_message = staticmethod(parse_xid)
-
-
-NVIDIA = Nvidia()
+NVIDIA = HostVendor(
+    name="nvidia",
+    observe=observe_nvidia,
+    grant=grant_nvidia,
+    in_every_handoff=True,
+    drivers=(KERNEL_DRIVER,),
+    own_nodes=frozenset({DeviceKind.GPU}),
+    services=SERVICES,
+    module_names=MODULE_NAMES,
+    node_names=NODE_NAMES,
+    node_directories=NODE_DIRECTORIES,
+    image="agent-ubuntu2404-nvidia",
+    symptoms=SYMPTOMS,
+    library_names=LIBRARY_NAMES,
+    library_directories=watched_directories,
+    misbound_gpus=misbound_gpus,
+    conditions=nvidia_conditions,
+    driver_for_pods=driver_for_pods,
+    remedies=remedies,
+    cluster_findings=cluster_findings,
+    node_labels=node_labels,
+    release_advice=release_advice,
+    parse_kernel_message=parse_xid,
+)

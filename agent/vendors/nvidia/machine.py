@@ -1,7 +1,7 @@
 """NVIDIA in the machine: generates CDI specifications with the toolkit's programs, and verifies them."""
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agent.model.contract import AllocatableDevice
 from agent.model.device import DeviceKind, DeviceNumber
@@ -10,7 +10,7 @@ from agent.model.handoff import FabricAnswer, Request
 from agent.model.text import quoted
 from agent.system.files import System
 from agent.vendors.cdi import all_edits, devices, object_of, objects, strings
-from agent.vendors.machine_vendor import EDIT_LIMIT, CdiModes, Generated, MachineVendor, Marker, RuntimeHandler
+from agent.vendors.machine_vendor import EDIT_LIMIT, Generated, MachineVendor, RuntimeHandler
 from agent.vendors.nvidia import contract, nvidia_ctk
 from agent.vendors.nvidia import verify as cdi
 from agent.vendors.nvidia.command import HOOK, NVIDIA_CTK
@@ -18,9 +18,6 @@ from agent.vendors.nvidia.contract import SPEC_KIND, is_settled, parse_instance
 from agent.vendors.nvidia.file_groups import DATA_DIRECTORIES
 from agent.vendors.nvidia.nvidia_ctk import in_words, with_additions
 from agent.vendors.nvidia.verify import GPU_UUID, KIND, MIG_UUID
-
-# Sets the agent's keys in the configuration of nvidia-container-runtime. Pure.
-
 
 RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
     # In its default mode, auto, the runtime makes its own specification in memory, without the agent's driver root and
@@ -108,95 +105,7 @@ def _table(document: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return document
 
 
-if TYPE_CHECKING:
-    from agent.model.contract import AllocatableDevice
-
-
-class NvidiaMachine(MachineVendor):
-    """NVIDIA in the machine."""
-
-    name = "nvidia"
-    handler = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
-    driver_files = True
-    spec_kind = cdi.KIND
-    rival_spec = nvidia_ctk.REFRESHED_SPEC
-    rival_units = nvidia_ctk.REFRESH_UNITS
-    data_directories = DATA_DIRECTORIES
-    tools = (NVIDIA_CTK, HOOK)
-    runtime_config = "/etc/nvidia-container-runtime/config.toml"
-    runtime_settings = RUNTIME_SETTINGS
-    resource_prefix = contract.RESOURCE_PREFIX
-    harmless_resources = contract.HARMLESS_RESOURCES
-    plugin_sockets = contract.SOCKETS
-    # Without the first path, NVML may report "GPU access blocked by the operating system" (systemd issue 38018).
-    kernel_paths = ("/sys/module/nvidia", "/proc/driver/nvidia")
-    plugin_spec = contract.SPEC
-
-    verify = staticmethod(cdi.verify)
-    list_devices = staticmethod(nvidia_ctk.list_devices)
-    edit_runtime_config = staticmethod(edit_runtime_config)
-
-    @property
-    def cdi_modes(self) -> CdiModes:
-        # Imported here: few machines request a mode, and imports take most of the time of a run that changes nothing.
-        from agent.vendors.nvidia.nvidia_ctk import NvidiaModes
-
-        return NvidiaModes()
-
-    @property
-    def markers(self) -> tuple[Marker, ...]:
-        from agent.vendors.nvidia.contract import MARKERS
-
-        return MARKERS
-
-    def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
-        generated = nvidia_ctk.generate(system, request, directory, live)
-        present = {path for path in self.optional_paths(request) if system.exists(path)}
-        spec, added = with_additions(generated.spec, request, present)
-        without_socket = contract.missing_daemons(request.sockets, present)
-        remarks = (
-            f"added what {NVIDIA_CTK} leaves out: {in_words(added)}" if added else "",
-            f"no socket of {', '.join(without_socket)} yet: start the daemon on the host" if without_socket else "",
-        )
-        return generated._replace(spec=spec, remarks=(*filter(None, remarks), *generated.remarks))
-
-    def query_fabric(self, system: System, request: Request) -> tuple[FabricAnswer, ...]:
-        # Imported here: the GPUs are asked only after something has changed.
-        from agent.vendors.nvidia.nvidia_ctk import query_fabric
-
-        return query_fabric(system, request.gpus) if request.driver_root else ()
-
-    def fabric_settled(self, request: Request, answers: tuple[FabricAnswer, ...]) -> bool:
-        return is_settled(request.gpus, answers)
-
-    def optional_paths(self, request: Request) -> tuple[str, ...]:
-        return tuple(contract.mount_points(request.sockets))
-
-    def bound_directories(self, request: Request) -> tuple[str, ...]:
-        return tuple(contract.DIRECTORIES[name] for name in request.sockets if name in contract.DIRECTORIES)
-
-    def plugin_spec_problems(
-        self,
-        spec: object,
-        own: object,
-        request: Request,
-        live: Mapping[str, DeviceNumber],
-        exists: Callable[[str], bool],
-    ) -> tuple[str, ...]:
-        # Imported here: few machines have such a specification, and it is verified only if it may have changed.
-
-        return plugin_spec_problems(spec, own, request, live, exists)
-
-    def allocatable(self, spec: object, request: Request, names: Set[str]) -> "tuple[AllocatableDevice, ...]":
-        # Imported here: few machines allocate by claims.
-
-        return allocatable(spec, request, names)
-
-    def gpu_of(self, name: str, request: Request) -> str:
-        return contract.gpu_of(name)
-
-
-# Verifies the CDI specification that NVIDIA's device plugin writes for itself. Pure, except for `exists`.
+# Verifies the CDI specification that NVIDIA's device plugin writes for itself.
 #
 # The plugin writes the file only when the plugin starts (internal/cdi/cdi.go of k8s-device-plugin). A new driver root,
 # a new major number, or a new or removed GPU makes the file outdated. The file may differ from the agent's
@@ -268,9 +177,8 @@ def _gpu_nodes(document: dict[str, Any], request: Request) -> set[str]:
     }
 
 
-# Lists the GPUs and MIG devices of a verified CDI specification that a pod can have. Pure.
-#
-# A device is named by UUID, because its index changes when another GPU or MIG device is added or removed.
+# The GPUs and MIG devices of a verified specification that a pod can have. A device is
+# named by UUID, because its index changes when another GPU or MIG device is added or removed.
 
 
 def allocatable(spec: object, request: Request, names: Set[str]) -> tuple[AllocatableDevice, ...]:
@@ -295,3 +203,60 @@ def allocatable(spec: object, request: Request, names: Set[str]) -> tuple[Alloca
             found[gpu, partition] = AllocatableDevice(gpu, (f"{KIND}={name}",), partition)
     partitioned = {gpu for gpu, partition in found if partition}
     return tuple(sorted(each for (gpu, partition), each in found.items() if partition or gpu not in partitioned))
+
+
+class NvidiaMachine(MachineVendor):
+    """NVIDIA in the machine."""
+
+    name = "nvidia"
+    handler = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
+    driver_files = True
+    spec_kind = cdi.KIND
+    rival_spec = nvidia_ctk.REFRESHED_SPEC
+    rival_units = nvidia_ctk.REFRESH_UNITS
+    data_directories = DATA_DIRECTORIES
+    tools = (NVIDIA_CTK, HOOK)
+    runtime_config = "/etc/nvidia-container-runtime/config.toml"
+    runtime_settings = RUNTIME_SETTINGS
+    resource_prefix = contract.RESOURCE_PREFIX
+    harmless_resources = contract.HARMLESS_RESOURCES
+    plugin_sockets = contract.SOCKETS
+    # Without the first path, NVML may report "GPU access blocked by the operating system" (systemd issue 38018).
+    kernel_paths = ("/sys/module/nvidia", "/proc/driver/nvidia")
+    plugin_spec = contract.SPEC
+    cdi_modes = nvidia_ctk.MODES
+    markers = contract.MARKERS
+
+    verify = staticmethod(cdi.verify)
+    list_devices = staticmethod(nvidia_ctk.list_devices)
+    edit_runtime_config = staticmethod(edit_runtime_config)
+    generate_mode = staticmethod(nvidia_ctk.generate_mode)
+    verify_mode = staticmethod(nvidia_ctk.verify_mode)
+    plugin_spec_problems = staticmethod(plugin_spec_problems)
+    allocatable = staticmethod(allocatable)
+
+    def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
+        generated = nvidia_ctk.generate(system, request, directory, live)
+        present = {path for path in self.optional_paths(request) if system.exists(path)}
+        spec, added = with_additions(generated.spec, request, present)
+        without_socket = contract.missing_daemons(request.sockets, present)
+        remarks = (
+            f"added what {NVIDIA_CTK} leaves out: {in_words(added)}" if added else "",
+            f"no socket of {', '.join(without_socket)} yet: start the daemon on the host" if without_socket else "",
+        )
+        return generated._replace(spec=spec, remarks=(*filter(None, remarks), *generated.remarks))
+
+    def query_fabric(self, system: System, request: Request) -> tuple[FabricAnswer, ...]:
+        return nvidia_ctk.query_fabric(system, request.gpus) if request.driver_root else ()
+
+    def fabric_settled(self, request: Request, answers: tuple[FabricAnswer, ...]) -> bool:
+        return is_settled(request.gpus, answers)
+
+    def optional_paths(self, request: Request) -> tuple[str, ...]:
+        return tuple(contract.mount_points(request.sockets))
+
+    def bound_directories(self, request: Request) -> tuple[str, ...]:
+        return tuple(contract.DIRECTORIES[name] for name in request.sockets if name in contract.DIRECTORIES)
+
+    def gpu_of(self, name: str, request: Request) -> str:
+        return contract.gpu_of(name)

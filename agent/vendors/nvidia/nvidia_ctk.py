@@ -5,27 +5,27 @@ import json
 import posixpath
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from agent.model.device import DeviceKind, DeviceNumber, as_in_sysfs
 from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError, UnsupportedError
-from agent.model.handoff import FabricAnswer, GrantedDevice, GrantedFile, Request
+from agent.model.handoff import FabricAnswer, GrantedFile, Request
 from agent.model.json_document import parse_json
 from agent.model.paths import MACHINE_STATE
 from agent.model.text import dotted, printable
 from agent.system.files import System
-from agent.vendors.cdi import devices, items, normalised, object_of, objects, strings
-from agent.vendors.cdi import devices as devices_of
-from agent.vendors.machine_vendor import CdiModes, Generated, looked_up
+from agent.vendors.cdi import devices, items, normalised, object_of, objects, strings, with_nodes
+from agent.vendors.machine_vendor import CdiMode, Generated, looked_up
 from agent.vendors.nvidia import contract
 from agent.vendors.nvidia.command import HOOK, NVIDIA_CTK, generate_command, output_file
 from agent.vendors.nvidia.contract import NO_FABRIC, is_answer
 from agent.vendors.nvidia.verify import (
+    HOOK_VARIABLE,
     NEEDED_LIBRARIES,
     NO_GPU,
-    NO_GPU_DEVICE,
+    NO_GPU_EDITS,
     VOID_VARIABLE,
     Expectations,
     is_gpu_name,
@@ -59,14 +59,19 @@ REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
 """The specification that units of the toolkit's packages write since 1.18 (deployments/systemd in its source)."""
 
 
+class Answer(NamedTuple):
+    """What nvidia-smi says of a GPU."""
+
+    uuid: str
+    in_mig_mode: bool
+
+
 def generate(system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
     """Run nvidia-ctk, which finds the GPUs through NVML. Return its specification, with remarks.
 
     The device NO_GPU is added to the specification. Incomplete MIG devices, and what this release does not know, are
     left out. `live` is as in MachineVendor.verify.
     """
-    # Imported here: most runs generate nothing.
-
     version = check_version(system)
     remarks = []
     command = generate_command(request.driver_root, directory, request.cdi_hooks)
@@ -102,15 +107,12 @@ def generate(system: System, request: Request, directory: str, live: Mapping[str
     return Generated(with_no_gpu(spec), tuple(remarks), unpartitioned, kept.left_out)
 
 
-def _run(
-    system: System, request: Request, command: tuple[str, ...], version: tuple[int, ...]
-) -> "Mapping[str, Answer]":
+def _run(system: System, request: Request, command: tuple[str, ...], version: tuple[int, ...]) -> Mapping[str, Answer]:
     """Run the command. If it fails, run it again without the GPUs that nvidia-smi cannot query.
 
     After a second run, return nvidia-smi's answers about the granted GPUs that it can query; return an empty mapping if
     the first run succeeded. Raises AgentError or OSError.
     """
-
     deadline = time.monotonic() + GENERATE_LIMIT
     try:
         system.run(*command, timeout=GENERATE_LIMIT)
@@ -141,7 +143,7 @@ def read_output(system: System, directory: str) -> object:
         raise DocumentError(f"{NVIDIA_CTK} wrote invalid JSON: {error}") from error
 
 
-def _in_mig_mode(answers: "Mapping[str, Answer]", gpus: tuple[str, ...]) -> tuple[str, ...]:
+def _in_mig_mode(answers: Mapping[str, Answer], gpus: tuple[str, ...]) -> tuple[str, ...]:
     """Return those of the PCI addresses `gpus` whose GPUs are in MIG mode, according to nvidia-smi's answers."""
     return tuple(gpu for gpu in gpus if gpu in answers and answers[gpu].in_mig_mode)
 
@@ -225,7 +227,7 @@ def with_no_gpu(spec: object) -> object:
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec
     others = [each for each in listed if not isinstance(each, dict) or each.get("name") != NO_GPU]
-    return spec | {"devices": [*others, NO_GPU_DEVICE]}
+    return spec | {"devices": [*others, {"name": NO_GPU, "containerEdits": NO_GPU_EDITS}]}
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -246,7 +248,6 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 """Options of nvidia-ctk's mounts (internal/discover/mounts.go)."""
-HOOK_ENVIRONMENT = "NVIDIA_CTK_DEBUG=false"
 INDIRECT = ("libGLX_nvidia.so.", "libGLX_indirect.so.0")
 """The start of a library's name, and the link by which GLVND finds that library for indirect rendering. nvidia-ctk
 makes the link only in the native directory (symlinks.go)."""
@@ -370,7 +371,7 @@ def _extended(
         "hookName": "createContainer",
         "path": HOOK,
         "args": [posixpath.basename(HOOK), kind, *arguments],
-        "env": [HOOK_ENVIRONMENT],
+        "env": [HOOK_VARIABLE],
     }
     return [new, *hooks] if first else [*hooks, new]
 
@@ -392,13 +393,6 @@ GPU_LIMIT = 5.0
 UUID = re.compile(r"GPU-[0-9a-fA-F-]{36}")
 MIG_DEVICE = re.compile(r"\s*MIG (?P<profile>\S+)\s+Device\s+[0-9]+: \(UUID: (?P<uuid>MIG-[0-9A-Za-z/-]+)\)")
 """A MIG device in the output of `nvidia-smi -L`."""
-
-
-class Answer(NamedTuple):
-    """What nvidia-smi says of a GPU."""
-
-    uuid: str
-    in_mig_mode: bool
 
 
 def query_gpus(system: System, count: int, limit: float) -> dict[str, Answer]:
@@ -514,191 +508,104 @@ be loaded. Without the empty files, nvidia-ctk might load the libraries that the
 LD_DEBUG=libs and nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
 
 
-class Mode(NamedTuple):
-    """One mode of `nvidia-ctk cdi generate`."""
-
-    vendor: str
-    device_class: str
-    kinds: frozenset[DeviceKind]
-    """Kinds of the nodes that the mode covers."""
-    mounts: tuple[str, ...] = ()
-    """Paths, other than the driver's files, that are mounted if they exist (internal/discover/gds.go)."""
-    driver_files: bool = False
-    """Whether the driver's files are mounted."""
-    since: tuple[int, ...] = OLDEST
-    """The first version of nvidia-ctk that has the mode."""
-
-    @property
-    def kind(self) -> str:
-        return f"{self.vendor}/{self.device_class}"
-
-
-MODES: Mapping[str, Mode] = {
-    "gds": Mode("nvidia.com", "gds", frozenset({DeviceKind.NVIDIA_FS}), ("/run/udev", "/etc/cufile.json")),
-    "mofed": Mode("nvidia.com", "mofed", frozenset({DeviceKind.INFINIBAND})),
-    "gdrcopy": Mode("nvidia.com", "gdrcopy", frozenset({DeviceKind.GDRCOPY})),
-    "imex": Mode("nvidia.com", "imex-channel", frozenset({DeviceKind.IMEX_CHANNEL})),
-    # 1.18 lists nvswitch among its modes, but exits with "unknown mode" (`New` in pkg/nvcdi/lib.go).
-    "nvswitch": Mode("nvidia.com", "nvswitch", frozenset({DeviceKind.NVSWITCH}), since=(1, 19, 0)),
-    "management": Mode(
-        "management.nvidia.com",
-        "gpu",
-        frozenset(
-            {
-                *(DeviceKind.GPU, DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS),
-                *(DeviceKind.CAPABILITY, DeviceKind.IMEX_CHANNEL),
-            }
-        ),
-        driver_files=True,
-    ),
+GPU_KINDS = frozenset(
+    {
+        *(DeviceKind.GPU, DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS),
+        *(DeviceKind.CAPABILITY, DeviceKind.IMEX_CHANNEL),
+    }
+)
+MODES: Mapping[str, CdiMode] = {
+    each.name: each
+    for each in (
+        # The mounts are those of internal/discover/gds.go.
+        CdiMode("gds", "nvidia.com/gds", frozenset({DeviceKind.NVIDIA_FS}), ("/run/udev", "/etc/cufile.json")),
+        CdiMode("mofed", "nvidia.com/mofed", frozenset({DeviceKind.INFINIBAND})),
+        CdiMode("gdrcopy", "nvidia.com/gdrcopy", frozenset({DeviceKind.GDRCOPY})),
+        CdiMode("imex", "nvidia.com/imex-channel", frozenset({DeviceKind.IMEX_CHANNEL})),
+        # 1.18 lists nvswitch among its modes, but exits with "unknown mode" (`New` in pkg/nvcdi/lib.go).
+        CdiMode("nvswitch", "nvidia.com/nvswitch", frozenset({DeviceKind.NVSWITCH}), since=(1, 19, 0)),
+        CdiMode("management", "management.nvidia.com/gpu", GPU_KINDS, driver_files=True),
+    )
 }
 
 
-class NvidiaModes(CdiModes):
-    """The modes in MODES."""
+def generate_mode(
+    system: System,
+    mode: CdiMode,
+    request: Request,
+    directory: str,
+    limit: float,
+    live: Mapping[str, DeviceNumber],
+) -> Generated:
+    """Generate a specification with only the nodes in the request, and without what this release does not know.
 
-    tools = (NVIDIA_CTK, HOOK)
-
-    def kind(self, mode: str) -> str:
-        return MODES[mode].kind if mode in MODES else ""
-
-    def mode_request(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
-        devices = tuple(device for device in granted if device.kind in MODES[mode].kinds)
-        if not MODES[mode].driver_files:
-            return Request(request.vendor, (), devices)
-        return Request(request.vendor, (), devices, request.driver_version, request.driver_root, request.files)
-
-    def optional_paths(self, mode: str) -> tuple[str, ...]:
-        return MODES[mode].mounts
-
-    def generate(
-        self,
-        system: System,
-        mode: str,
-        request: Request,
-        directory: str,
-        limit: float,
-        live: Mapping[str, DeviceNumber],
-    ) -> Generated:
-        """Generate a specification with only the nodes in the request, and without what this release does not know.
-
-        nvidia-ctk also lists withdrawn nodes that are still in /dev. These are left out.
-        """
-        check_version(system, MODES[mode].since, f"for mode {mode}")
-        for library in BLOCKED_LIBRARIES:
-            system.write(f"{directory}/{library}", b"")
-        try:
-            system.run(*mode_command(mode, request, directory), timeout=limit)
-        except CommandError as error:
-            raise _in_short(error) from error
-        written = normalised(read_output(system, directory))
-        kept = without_unknown(written, _expectations(mode, request, *looked_up(system, written, live)))
-        remarks = (remark_on(kept.harmless),) if kept.harmless else ()
-        paths = {device.path for device in request.devices}
-        try:
-            spec: object = _narrowed(kept.spec, lambda node: str(node.get("path")) in paths)
-        except DocumentError:
-            # `verify` reports the malformed specification.
-            spec = kept.spec
-        return Generated(spec, remarks, left_out=kept.left_out)
-
-    def narrowed(self, spec: object, request: Request) -> object:
-        numbers = {device.path: (device.major, device.minor) for device in request.devices}
-
-        def granted(node: dict[str, Any]) -> bool:
-            # The number must match too, because containers get the number in the specification, even if the node now
-            # has another number.
-            path = str(node.get("path"))
-            written = (node["major"], node.get("minor", 0)) if "major" in node else numbers.get(path)
-            return path in numbers and written == numbers[path] and node.get("hostPath", path) == path
-
-        try:
-            remaining = _narrowed(spec, granted)
-        except DocumentError:
-            return None
-        return remaining if remaining["devices"] else None
-
-    def verify(
-        self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
-    ) -> tuple[str, ...]:
-        try:
-            expected = _expectations(mode, request, live, present)
-            return tuple(_problems(MODES[mode], object_of(spec, "the specification"), request, expected))
-        except DocumentError as error:
-            return (error.message,)
+    nvidia-ctk also lists withdrawn nodes that are still in /dev. These are left out.
+    """
+    check_version(system, mode.since or OLDEST, f"for mode {mode.name}")
+    for library in BLOCKED_LIBRARIES:
+        system.write(f"{directory}/{library}", b"")
+    try:
+        system.run(*mode_command(mode, request, directory), timeout=limit)
+    except CommandError as error:
+        # Without the arguments, and of the output only the last line: the others list what nvidia-ctk has searched.
+        last = error.stderr.rstrip().rpartition("\n")[2]
+        raise AgentError(": ".join(filter(None, (NVIDIA_CTK, error.ended, last))), error.hint) from error
+    written = normalised(read_output(system, directory))
+    kept = without_unknown(written, Expectations(request, *looked_up(system, written, live), mode.mounts))
+    remarks = (remark_on(kept.harmless),) if kept.harmless else ()
+    paths = {device.path for device in request.devices}
+    try:
+        spec: object = with_nodes(kept.spec, lambda node: str(node.get("path")) in paths)
+    except DocumentError:
+        # `verify_mode` reports the malformed specification.
+        spec = kept.spec
+    return Generated(spec, remarks, left_out=kept.left_out)
 
 
-def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]:
+def verify_mode(
+    mode: CdiMode, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+) -> tuple[str, ...]:
+    """Return why a mode's specification must not be published. `request` is from `CdiMode.request`."""
+    try:
+        document = object_of(spec, "the specification")
+        common = object_of(document.get("containerEdits", {}), "containerEdits")
+        expected = Expectations(request, live, present, mode.mounts)
+        problems = list(specification_problems(document, mode.kind, expected))
+        if mode.driver_files:
+            problems += library_problems(common, request)
+        elif foreign := sorted(set(common) - {"env", "mounts"}):
+            problems.append(f"containerEdits have unexpected {', '.join(foreign)} for this mode")
+        listed = devices(document)
+        served = {path for name, edits in listed if name == ALL for path in strings(edits, "deviceNodes", "path")}
+    except DocumentError as error:
+        return (error.message,)
+    missing = sorted(device.path for device in request.devices if device.path not in served)
+    return (*problems, *(f"device {ALL} has no node {path}" for path in missing))
+
+
+def mode_command(mode: CdiMode, request: Request, directory: str) -> tuple[str, ...]:
     """Return the command that generates the mode's specification in `directory`.
 
     `directory` must already contain the empty files named BLOCKED_LIBRARIES. Raises AgentError if the mode needs the
     driver's files and none are granted.
     """
-    wanted = MODES[mode]
-    if wanted.driver_files and not request.driver_root:
+    if mode.driver_files and not request.driver_root:
         raise AgentError(
-            f"mode {mode} needs the driver's files, but none are granted: see DriverRootStaged on the host"
+            f"mode {mode.name} needs the driver's files, but none are granted: see DriverRootStaged on the host"
         )
     # Without a driver root, files are mounted from the machine's own root. nvidia-ctk 1.18 also looks in this root for
     # the nodes of mode mofed.
     root = request.driver_root or "/"
     command = [each for each in generate_command(root, directory) if not each.startswith("--device-name-strategy=")]
-    command[command.index("--mode=nvml")] = f"--mode={mode}"
-    places = (directory, *(f"{root}/{each}" for each in _driver_libraries(request)))
+    command[command.index("--mode=nvml")] = f"--mode={mode.name}"
+    # nvidia-ctk takes the driver's version from the name of libcuda's file.
+    files = (posixpath.split(file.target) for file in request.files if not file.link)
+    name = f"libcuda.so.{request.driver_version}"
+    places = [f"{root}/{place}" for place, each in files if each == name and TRIPLET_32 not in place]
+    vendor, _, device_class = mode.kind.partition("/")
     return (
         *command,
-        *(f"--library-search-path={place}" for place in places),
-        f"--vendor={wanted.vendor}",
-        f"--class={wanted.device_class}",
+        *(f"--library-search-path={place}" for place in (directory, *places)),
+        f"--vendor={vendor}",
+        f"--class={device_class}",
     )
-
-
-def _driver_libraries(request: Request) -> tuple[str, ...]:
-    """Return libcuda's directories below the driver root. nvidia-ctk takes the driver's version from libcuda's name."""
-    name = f"libcuda.so.{request.driver_version}"
-    found = (posixpath.split(file.target) for file in request.files if not file.link)
-    return tuple(directory for directory, each in found if each == name and TRIPLET_32 not in directory)
-
-
-def _in_short(error: CommandError) -> AgentError:
-    """Return the error without the command's arguments, and with only the last line of its output.
-
-    The other lines list what nvidia-ctk has searched.
-    """
-    last = error.stderr.rstrip().rpartition("\n")[2]
-    return AgentError(": ".join(filter(None, (NVIDIA_CTK, error.ended, last))), error.hint)
-
-
-def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Return the specification with only the wanted nodes, and only devices that have any. Raises DocumentError."""
-
-    def with_nodes(edits: dict[str, Any]) -> dict[str, Any]:
-        return edits | {"deviceNodes": [each for each in objects(edits, "deviceNodes") if wanted(each)]}
-
-    document = object_of(spec, "the specification")
-    listed = [(name, with_nodes(edits)) for name, edits in devices_of(document)]
-    return document | {
-        "devices": [{"name": name, "containerEdits": edits} for name, edits in listed if edits["deviceNodes"]],
-        "containerEdits": with_nodes(object_of(document.get("containerEdits", {}), "containerEdits")),
-    }
-
-
-def _expectations(
-    mode: str, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
-) -> Expectations:
-    return Expectations(request, live, present, MODES[mode].mounts)
-
-
-def _problems(mode: Mode, document: dict[str, Any], request: Request, expected: Expectations) -> Iterator[str]:
-    """Yield what is wrong with a mode's specification. `request` is from `mode_request`. Raises DocumentError."""
-    yield from specification_problems(document, mode.kind, expected)
-    common = object_of(document.get("containerEdits", {}), "containerEdits")
-    if mode.driver_files:
-        yield from library_problems(common, request)
-    elif foreign := sorted(set(common) - {"env", "mounts"}):
-        yield f"containerEdits have unexpected {', '.join(foreign)} for this mode"
-    served = {
-        path for name, edits in devices_of(document) if name == ALL for path in strings(edits, "deviceNodes", "path")
-    }
-    for path in sorted(device.path for device in request.devices if device.path not in served):
-        yield f"device {ALL} has no node {path}"

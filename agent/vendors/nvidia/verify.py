@@ -533,11 +533,13 @@ def _is_known(setting: str, expected: Expectations) -> bool:
     return setting == VOID_VARIABLE or libraries
 
 
-def is_harmless(setting: str, expected: Expectations) -> bool:
+def is_harmless(setting: object, expected: Expectations) -> bool:
     """Return whether a variable of later releases of the toolkit can do no harm: it loads no code and requests nothing.
 
     A variable that the settings give to pods is theirs alone.
     """
+    if not isinstance(setting, str):
+        return False
     name, separator, value = setting.partition("=")
     own = {each.partition("=")[0] for each in expected.environment}
     known = name in own or name in ("NVIDIA_VISIBLE_DEVICES", "NVIDIA_CTK_LIBCUDA_DIR")
@@ -556,9 +558,9 @@ NO_GPU = "none"
 NVIDIA_VISIBLE_DEVICES=none. For their containers, nvidia-container-runtime in mode cdi requests this device, and if the
 device did not exist, the containers would not start. The agent adds the device, because `nvidia-ctk cdi generate` does
 not make it if there are GPUs."""
-NO_GPU_DEVICE = {"name": NO_GPU, "containerEdits": {"env": ["NVCT_EMPTY_DEVICE="]}}
-"""NO_GPU as in the specifications that nvidia-ctk makes in memory (lib-nvml.go). At least one edit is needed, because a
-CDI device without any edits is invalid."""
+NO_GPU_EDITS = {"env": ["NVCT_EMPTY_DEVICE="]}
+"""The edits of NO_GPU, as in the specifications that nvidia-ctk makes in memory (lib-nvml.go). At least one edit
+is needed, because a CDI device without any edits is invalid."""
 
 DOCUMENT_KEYS = frozenset({"cdiVersion", "kind", "devices", "containerEdits"})
 COMMON = frozenset({DeviceKind.CONTROL, DeviceKind.UVM})
@@ -577,7 +579,8 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
         document = object_of(spec, "the specification")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
         devices = devices_of(document)
-        listed = [each for each in objects(document, "devices") if each != NO_GPU_DEVICE]
+        no_gpu = {"name": NO_GPU, "containerEdits": NO_GPU_EDITS}
+        listed = [each for each in objects(document, "devices") if each != no_gpu]
         problems = [
             *specification_problems(document | {"devices": listed}, KIND, Expectations(request, live, present)),
             *_common_problems(common, request),
@@ -774,7 +777,9 @@ class Sieve:
                 self._stays((Fault(f"additional group {gid!r}, which no granted device node has"),))
         mounted = sorted(strings(found, "mounts", "hostPath"))
         self.harmless |= dict.fromkeys(f"mount of {path}" for path in mounted if expected.is_harmless_node(path))
-        self.harmless |= dict.fromkeys(f"{each}" for each in found["env"] if is_harmless(each, expected))
+        self.harmless |= dict.fromkeys(
+            each for each in found["env"] if isinstance(each, str) and is_harmless(each, expected)
+        )
         return kept | {key: value for key, value in found.items() if key in kept}
 
     def _node(self, node: dict[str, Any]) -> dict[str, Any] | None:

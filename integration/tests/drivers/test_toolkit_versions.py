@@ -15,7 +15,7 @@ from agent.model.handoff import GrantedDevice
 from agent.model.paths import spec_directory
 from agent.vendors.cdi import host_paths, normalised
 from agent.vendors.nvidia.machine import NvidiaMachine
-from agent.vendors.nvidia.nvidia_ctk import MODES, NvidiaModes
+from agent.vendors.nvidia.nvidia_ctk import MODES
 from integration.bed.drivers.generator import NULL, GeneratorMachine
 from integration.bed.drivers.host_roots import host_root
 from integration.bed.toolkits import NEWEST, VERSIONS, toolkit_of
@@ -48,7 +48,7 @@ def test_every_mode_is_published(
     """Nothing is left out of them."""
     record_property("NVIDIA Container Toolkit", version)
     staged, request, live = staged_root(host_root("split", "trixie"), copy)
-    nvidia, modes = NvidiaMachine(), NvidiaModes()
+    nvidia = NvidiaMachine()
     machine = GeneratorMachine(tmp_path, staged, request, toolkit_of(version) / "nvidia-ctk", OTHERS)
 
     def published(spec: object) -> tuple[Any, set[str]]:
@@ -63,18 +63,18 @@ def test_every_mode_is_published(
     verdict = nvidia.verify(spec, request, {**live, "/dev/null": NULL}, present)
     assert (verdict.problems, verdict.missing_gpus, made.left_out) == ((), (), ())
     specs = [spec]
-    for mode in MODES:
-        wanted = modes.mode_request(mode, request, (*request.devices, *OTHERS))
+    for name, mode in MODES.items():
+        wanted = mode.request(request, (*request.devices, *OTHERS))
         nodes = {device.path: NULL for device in wanted.devices}
-        place = spec_directory(f"nvidia-{mode}")
+        place = spec_directory(f"nvidia-{name}")
         machine.make_directory(place)
         try:
-            made = modes.generate(machine, mode, wanted, place, 30, nodes)
+            made = nvidia.generate_mode(machine, mode, wanted, place, 30, nodes)
         except UnsupportedError:
-            assert (mode, version) == ("nvswitch", "1.18.2")
+            assert (name, version) == ("nvswitch", "1.18.2")
             continue
         spec, present = published(made.spec)
-        assert modes.verify(mode, spec, wanted, {**nodes, "/dev/null": NULL}, present) == ()
+        assert nvidia.verify_mode(mode, spec, wanted, {**nodes, "/dev/null": NULL}, present) == ()
         assert made.left_out == ()
         specs.append(spec)
     targets = [{mount["containerPath"] for mount in each["containerEdits"].get("mounts", [])} for each in specs]

@@ -1,7 +1,7 @@
 """The command that generates a CDI specification. What it does not ask for, pods do not get."""
 
 from agent.vendors.nvidia.command import generate_command
-from agent.vendors.nvidia.nvidia_ctk import mode_command
+from agent.vendors.nvidia.nvidia_ctk import MODES, mode_command
 from tests.fakes.machine import LIBRARIES, REQUEST, ROOT
 
 
@@ -28,7 +28,7 @@ def test_the_whole_command() -> None:
 
 
 def test_the_whole_command_of_a_mode() -> None:
-    assert mode_command("management", REQUEST, "/run/x") == (
+    assert mode_command(MODES["management"], REQUEST, "/run/x") == (
         "/usr/bin/nvidia-ctk",
         "cdi",
         "generate",

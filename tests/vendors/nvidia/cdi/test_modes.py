@@ -25,9 +25,10 @@ from agent.model.paths import OWNED
 from agent.model.text import MESSAGE_LIMIT
 from agent.system.files import System
 from agent.system.process import Completed, TimeLimitError
+from agent.vendors.cdi import narrowed
 from agent.vendors.nvidia.grant import grant_nvidia
 from agent.vendors.nvidia.machine import NvidiaMachine
-from agent.vendors.nvidia.nvidia_ctk import GENERATE_LIMIT, MODES, NvidiaModes, mode_command
+from agent.vendors.nvidia.nvidia_ctk import GENERATE_LIMIT, MODES, mode_command, verify_mode
 from tests.fakes.cdi_modes import (
     FS,
     GDRDRV,
@@ -241,7 +242,7 @@ def test_every_edit_is_narrowed() -> None:
     nodes = [{"path": each.path} for each in FS]
     shared = {"deviceNodes": nodes, "env": ["A=B"]}
     spec = {"devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes}}], "containerEdits": shared}
-    assert NvidiaModes().narrowed(spec, Request("nvidia", (), FS[1:])) == {
+    assert narrowed(spec, Request("nvidia", (), FS[1:])) == {
         "devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes[1:]}}],
         "containerEdits": {"deviceNodes": nodes[1:], "env": ["A=B"]},
     }
@@ -283,7 +284,7 @@ def test_a_spec_that_cannot_be_narrowed_is_removed(machine: Machine, disk: str) 
     ],
 )
 def test_nothing_is_left_of_a_malformed_spec(spec: object) -> None:
-    assert NvidiaModes().narrowed(spec, Request("nvidia", (), FS)) is None
+    assert narrowed(spec, Request("nvidia", (), FS)) is None
 
 
 def test_without_a_device_there_is_no_spec(machine: Machine) -> None:
@@ -392,7 +393,7 @@ def test_a_mode_of_a_later_release_without_a_record_of_files(machine: Machine) -
 
 @pytest.mark.parametrize("spec", [None, 3, [], {"devices": {}}, {"devices": [{"name": "all"}]}])
 def test_a_malformed_spec_is_a_problem(spec: object) -> None:
-    assert NvidiaModes().verify("gds", spec, Request("nvidia", (), FS), {}, ())
+    assert verify_mode(MODES["gds"], spec, Request("nvidia", (), FS), {}, ())
 
 
 def test_no_mode_starts_nvml(machine: Machine) -> None:
@@ -417,19 +418,19 @@ def test_no_mode_starts_nvml(machine: Machine) -> None:
 def test_a_mode_that_mounts_driver_files_searches_the_driver_root() -> None:
     """libcuda.so's name then gives the version, because NVML does not; the 32-bit library has it too."""
     library_32 = GrantedFile(f"usr/lib/i386-linux-gnu/libcuda.so.{REQUEST.driver_version}")
-    command = mode_command("management", REQUEST._replace(files=(library_32, *REQUEST.files)), "/run/x")
+    command = mode_command(MODES["management"], REQUEST._replace(files=(library_32, *REQUEST.files)), "/run/x")
     assert f"--driver-root={ROOT}" in command
     places = [each.partition("=")[2] for each in command if each.startswith("--library-search-path=")]
     assert places == ["/run/x", f"{ROOT}/{LIBRARIES}"]
     for mode in set(MODES) - {"management"}:
-        command = mode_command(mode, NvidiaModes().mode_request(mode, WANTED, ()), "/run/x")
+        command = mode_command(MODES[mode], MODES[mode].request(WANTED, ()), "/run/x")
         # 1.18 looks for the nodes of mofed below the driver root.
         assert "--driver-root=/" in command
         assert [each for each in command if each.startswith("--library-search-path=")] == [
             "--library-search-path=/run/x"
         ]
     with pytest.raises(AgentError, match="needs the driver's files"):
-        mode_command("management", REQUEST._replace(driver_root=""), "/run/x")
+        mode_command(MODES["management"], REQUEST._replace(driver_root=""), "/run/x")
 
 
 def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

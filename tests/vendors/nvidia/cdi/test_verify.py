@@ -14,7 +14,7 @@ from agent.vendors.cdi import host_paths
 from agent.vendors.machine_vendor import Verdict
 from agent.vendors.nvidia.command import HOOK
 from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
-from agent.vendors.nvidia.verify import verify
+from agent.vendors.nvidia.verify import Expectations, verify, without_unknown
 from tests.fakes.cdi_specs import DRM, LIVE, LIVE_DRM, WITH_DRM, Spec, drm_spec
 from tests.fakes.json_values import JSON
 from tests.fakes.machine import GPUS, LIBRARIES, REQUEST, ROOT, SPEC, recorded_spec
@@ -112,7 +112,10 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
         "variable 'LD_PRELOAD=/x.so'",
     ),
     "hook without name": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(0, "sh"), "unexpected hook"),
-    "hook with a limit": (lambda s: edits(s)["hooks"][0].update(timeout=1), "unknown key timeout of hook create-symlinks"),
+    "hook with a limit": (
+        lambda s: edits(s)["hooks"][0].update(timeout=1),
+        "unknown key timeout of hook create-symlinks",
+    ),
     "other ldconfig": (
         lambda s: edits(s)["hooks"][1]["args"].append("--ldconfig-path=@/tmp/evil"),
         "update-ldcache --ldconfig-path=@/tmp/evil",
@@ -363,6 +366,7 @@ def test_no_json_breaks_verification(value: object, data: st.DataObject) -> None
     container[key] = value
     spec = place[""]
     check(spec)
+    without_unknown(spec, Expectations(REQUEST, LIVE, PRESENT))
     host_paths(spec)
 
 
