@@ -21,8 +21,8 @@ from agent.model.errors import AgentError, DocumentError
 from agent.model.paths import ALLOCATABLE, DRA_DRIVER, GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY
 from agent.system.files import System
 from agent.vendors.dra_vendor import Attribute, DeviceFacts, DraVendor
-from agent.vendors.drm.dra import AmdDra, IntelDra
-from agent.vendors.nvidia.dra import NvidiaDra
+from agent.vendors.drm.dra import AMD, INTEL
+from agent.vendors.nvidia.dra import NVIDIA
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def _health(state: GpuStatus | None) -> Health:
             return Health.HEALTHY
 
 
-DRA_VENDORS: tuple[DraVendor, ...] = (NvidiaDra(), AmdDra(), IntelDra())
+DRA_VENDORS: tuple[DraVendor, ...] = (NVIDIA, AMD, INTEL)
 
 
 def dra_vendor(name: str) -> DraVendor | None:

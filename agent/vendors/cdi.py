@@ -1,6 +1,6 @@
-"""Reads a CDI specification.
+"""Reads CDI specifications, and gives them the form that most container runtimes accept. Pure.
 
-If it is malformed, all functions except `host_paths` and `narrowed` raise DocumentError. The error names the malformed
+If one is malformed, all functions except `host_paths` and `narrowed` raise DocumentError. The error names the malformed
 part.
 """
 
@@ -114,17 +114,15 @@ def items(container: dict[str, Any], key: str) -> list[Any]:
     return value
 
 
-# Finds the lowest version of the CDI format that has every feature that a specification uses. Pure.
-#
-# A runtime refuses a version that it does not know. The rules are those of MinimumRequiredVersion in
-# specs-go/version.go of the Container Device Interface v1.1.0.
-
-
 OLDEST = "0.3.0"
 
 
 def lowest_version(spec: Mapping[str, Any]) -> str:
-    """Return the lowest version with every feature that the specification uses. All its devices must have names."""
+    """Return the lowest version with every feature that the specification uses. All its devices must have names.
+
+    A runtime refuses a version that it does not know. The rules are those of MinimumRequiredVersion in
+    specs-go/version.go of the Container Device Interface v1.1.0.
+    """
     devices = spec.get("devices", [])
     edits = [each for holder in (spec, *devices) if isinstance(each := holder.get("containerEdits"), dict)]
     rdt = [each["intelRdt"] for each in edits if isinstance(each.get("intelRdt"), dict)]
@@ -147,11 +145,6 @@ def lowest_version(spec: Mapping[str, Any]) -> str:
 def _objects(edits: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     value = edits.get(key)
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
-
-
-# Gives a CDI specification the form that most container runtimes accept: no empty values, the lowest version. Pure.
-#
-# A runtime refuses a version that it does not know, so the lowest one that has every feature in use is written.
 
 
 EMPTY: tuple[object, ...] = (None, "", [], {})
@@ -209,9 +202,6 @@ def _entry(entry: object) -> object:
 
 def _is_list(key: str, value: object) -> bool:
     return key in LISTS and isinstance(value, list)
-
-
-# Lists the devices in CDI specifications that other programs wrote. Pure.
 
 
 LONGEST_KIND = 256

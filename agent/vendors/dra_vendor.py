@@ -1,8 +1,7 @@
 """The interface of a vendor to agent.dra: the facts about devices that only the vendor's tools or driver know."""
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -35,24 +34,18 @@ class DeviceFacts:
     """Whether these are all the facts that the vendor's tool can give. If not, the tool is run again later."""
 
 
-class DraVendor(ABC):
+@dataclass(frozen=True, slots=True)
+class DraVendor:
     """One vendor whose GPUs are offered by Dynamic Resource Allocation."""
 
     name: str
+    read_facts: Callable[[System, Sequence[AllocatableDevice], str], Mapping[AllocatableDevice, DeviceFacts]]
+    """Returns what is known about the devices, within FACTS_LIMIT. Devices about which nothing is known may be missing.
+    The text is the kernel driver's version, empty if unknown. Raises AgentError or OSError."""
     resource_prefix: str
     """Prefix of the extended resources that the vendor's device plugin offers, such as `vendor.com/`."""
     harmless_resources: tuple[str, ...] = ()
     """Patterns (fnmatch) of resources that have `resource_prefix`, but give no pod a GPU of its own."""
-
-    @abstractmethod
-    def read_facts(
-        self, system: System, devices: Sequence[AllocatableDevice], driver_version: str
-    ) -> Mapping[AllocatableDevice, DeviceFacts]:
-        """Return what is known about the devices, within FACTS_LIMIT. Raises AgentError or OSError.
-
-        A device about which nothing is known may be missing. `driver_version` is the kernel driver's version; empty if
-        unknown.
-        """
 
 
 FACTS_LIMIT = 5.0

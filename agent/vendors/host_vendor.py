@@ -1,4 +1,7 @@
-"""The interface of a vendor to the host half."""
+"""The interface of a vendor to the host half.
+
+All functions are pure, except a vendor's `observe` and `driver_for_pods`, which read but never write.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import datetime
@@ -183,10 +186,7 @@ class GpuError(Struct, frozen=True):
 
 
 class HostVendor(Struct, frozen=True, kw_only=True):
-    """One vendor on the host. A vendor that lacks a feature keeps the default of that feature.
-
-    All functions are pure, except `observe` and `driver_for_pods`, which read but never write.
-    """
+    """One vendor on the host. A vendor that lacks a feature keeps the default of that feature."""
 
     name: str
     observe: Callable[[Sources], VendorFacts]

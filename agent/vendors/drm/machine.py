@@ -10,12 +10,13 @@ from agent.model.device import PCI_ADDRESS, DeviceKind, DeviceNumber, dri_link
 from agent.model.errors import DocumentError
 from agent.model.handoff import GrantedDevice, Request
 from agent.system.files import System
-from agent.vendors.cdi import device_names, devices, lowest_version, object_of, objects, strings
+from agent.vendors.cdi import device_names, lowest_version, object_of, objects, strings
 from agent.vendors.cdi import devices as devices_of
 from agent.vendors.machine_vendor import Generated, MachineVendor, Verdict
 
-# Writes and verifies the CDI specification of a vendor whose GPUs need only device nodes. Pure.
-#
+if TYPE_CHECKING:
+    from agent.model.contract import AllocatableDevice
+
 # The format is that of specs-go/config.go of the Container Device Interface. Three things are as in Intel's
 # cdi-specs-generator (pkg/gpu/cdihelpers): which nodes a device has, its mounts, and the device name `cardN`. Two
 # things are as in AMD's container toolkit (internal/cdi): the attributes of nodes, and the index as a device name. Each
@@ -197,9 +198,6 @@ def _node_problems(where: str, node: dict[str, Any], device: GrantedDevice, live
         yield f"{where}: device node {path} has unexpected values: {node!r}"
 
 
-if TYPE_CHECKING:
-    from agent.model.contract import AllocatableDevice
-
 GROUP_FILE = "/etc/group"
 NO_GROUP = 2**32 - 1
 """For chown(2), this id means "unchanged", so every group has a lower id."""
@@ -250,7 +248,7 @@ class DrmMachine(MachineVendor):
         # Imported here: few machines allocate by claims.
         from agent.model.contract import AllocatableDevice
 
-        listed = names & {name for name, _ in devices(object_of(spec, "the specification"))}
+        listed = names & {name for name, _ in devices_of(object_of(spec, "the specification"))}
         # GPUs are named by PCI address, because the other names may change at a reboot.
         return tuple(
             AllocatableDevice(gpu, (f"{self.spec_kind}={gpu}",)) for gpu in sorted(request.gpus) if gpu in listed
@@ -267,7 +265,7 @@ def parse_groups(text: str) -> dict[str, int]:
     return groups
 
 
-# AMD in the machine.
+AMD_PREFIX = "amd.com/"
 
 
 class AmdMachine(DrmMachine):
@@ -277,7 +275,7 @@ class AmdMachine(DrmMachine):
     spec_kind = "amd.com/gpu"
     rival_spec = "/var/run/cdi/amd.json"
     """Written by `amd-ctk cdi generate`."""
-    resource_prefix = "amd.com/"
+    resource_prefix = AMD_PREFIX
     plugin_sockets = "amd.com_*"
     """The sockets' names do not end in `.sock` (dpm/plugin.go of the library that AMD's plugin uses)."""
 
@@ -296,18 +294,12 @@ class AmdMachine(DrmMachine):
         return name if PCI_ADDRESS.fullmatch(name) else ""
 
 
-# Names that Intel's Kubernetes device plugin gives to resources (cmd/gpu_plugin). Pure.
-
-
 RESOURCE_PREFIX = "gpu.intel.com/"
-"""The resources are `gpu.intel.com/i915` and `gpu.intel.com/xe`, named after the kernel driver."""
+"""Of Intel's device plugin (cmd/gpu_plugin): `gpu.intel.com/i915` and `gpu.intel.com/xe`, after the kernel driver."""
 HARMLESS_RESOURCES = ("gpu.intel.com/monitoring", "gpu.intel.com/*_monitoring")
 """Patterns (fnmatch) of resources with which a pod can monitor all GPUs. By default, the plugin now offers only the
 resource that the first pattern matches. Earlier plugins, and a plugin with `-monitoring-mode=split`, offer a resource
 for each kernel driver, which the second pattern matches."""
-
-
-# Intel in the machine.
 
 
 CARD = re.compile(r"(card[0-9]+)(?:-[0-9]+)?")

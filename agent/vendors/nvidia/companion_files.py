@@ -238,8 +238,7 @@ def _binaries(
     return found, list(all_scripts)
 
 
-# Rewrites library paths in the files that loaders of Vulkan, EGL and OpenCL read: the host's paths are wrong in pods.
-#
+# Library paths in the files that loaders of Vulkan, EGL and OpenCL read: the host's paths are wrong in pods.
 # NVIDIA's files name libraries without directories. RPM packages put /usr/lib64 before the names (negativo17,
 # nvidia-driver.spec; RPM Fusion), and NixOS puts a directory in /nix/store before them. Each such path becomes the
 # library's path in pods. It does not become a bare name, because a 64-bit program also reads the manifest of the 32-bit

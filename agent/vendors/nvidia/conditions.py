@@ -32,17 +32,14 @@ from agent.vendors.nvidia.contract import has_fabric, has_failed, is_answer, is_
 from agent.vendors.nvidia.driver import FABRIC_MANAGER, RUNNING, has_unit
 from agent.vendors.nvidia.grant import built_in, misbound_gpus, modules_to_blacklist
 
-# The commands that fix faults of NVIDIA's driver on the host. Pure.
-
-
 UNLOAD_ORDER = ("nvidia_fs", "nvidia_peermem", "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia")
 """Each module comes before the modules that it uses (modinfo's `depends` of NVIDIA's open kernel modules)."""
 DAEMONS = ("nvidia-persistenced", "nvidia-fabricmanager", "nvidia-dcgm")
 """Services that keep GPUs open. If one is not installed, `systemctl stop` stops the others all the same."""
 LOAD = "modprobe -a nvidia nvidia_uvm"
 DRIVER_LOG = "dmesg | grep -iE 'nvidia|nvrm'"
-REMEDIES_FABRIC_LOG = "journalctl -b -u nvidia-fabricmanager --no-pager -n 50"
-REMEDIES_REINSTALL = "apt install --reinstall libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH"
+SHOW_FABRIC_LOG = "journalctl -b -u nvidia-fabricmanager --no-pager -n 50"
+REINSTALL_LIBRARIES = "apt install --reinstall libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH"
 
 RESET = (
     "dmesg | grep -iE 'nvrm|xid'  # names the GPU",
@@ -67,7 +64,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         "systemctl reboot  # drain the nodes of all machines first",
     ),
     (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (LOAD, DRIVER_LOG),
-    (ConditionType.LIBRARIES_PRESENT, Reason.ONLY_STAGED): (REMEDIES_REINSTALL,),
+    (ConditionType.LIBRARIES_PRESENT, Reason.ONLY_STAGED): (REINSTALL_LIBRARIES,),
     (ConditionType.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): (
         "apt install libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH",
         "or set driver.root or driver.library_directories: docs/drivers.md",
@@ -75,15 +72,15 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
     (ConditionType.LIBRARIES_PRESENT, Reason.NOT_IN_CONFIGURED_PLACE): (
         "correct the key that is named above, then: systemctl reload unbounded-agent",
     ),
-    (ConditionType.LIBRARIES_PRESENT, Reason.LIBRARIES_BROKEN): (REMEDIES_REINSTALL,),
-    (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_STARTING): (REMEDIES_FABRIC_LOG,),
+    (ConditionType.LIBRARIES_PRESENT, Reason.LIBRARIES_BROKEN): (REINSTALL_LIBRARIES,),
+    (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_STARTING): (SHOW_FABRIC_LOG,),
     (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_STUCK): (
-        REMEDIES_FABRIC_LOG,
+        SHOW_FABRIC_LOG,
         "systemctl restart nvidia-fabricmanager",
     ),
     (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING): (
         "systemctl enable --now nvidia-fabricmanager",
-        REMEDIES_FABRIC_LOG,
+        SHOW_FABRIC_LOG,
     ),
     (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED): RESET,
     (ConditionType.CDI_SPEC_CURRENT, Reason.PARTITION_MISSING): (
@@ -113,7 +110,7 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
         case (_, Reason.RELOAD_NEEDED) | (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS):
             return reload_driver(modules)
         case ConditionType.LIBRARIES_PRESENT, Reason.PARTLY_OTHER_VERSION:
-            return (REMEDIES_REINSTALL,)
+            return (REINSTALL_LIBRARIES,)
         case ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_MISSING:
             return _install_fabric_manager(version)
         case ConditionType.FABRIC_READY, (
@@ -121,7 +118,7 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
         ):
             return _register_gpus(facts.driver.fabric_service if facts.driver else FabricService(), version)
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
-            return _remedies_replace_driver(facts.gpus)
+            return _unbind_other_drivers(facts.gpus)
         case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
             # Not for all GPUs without a driver: some may be so on purpose. The condition names the granted ones.
             return (bind("PCI-ADDRESS"), DRIVER_LOG)
@@ -129,7 +126,7 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
             # With -u, the number is the minor of /dev/nvidia-uvm, which must be 0.
             return (
                 "nvidia-smi",
-                *(f"{each}  # for {_node(each)}" for each in make_nodes(facts)),
+                *(f"{each}  # for /dev/nvidia{each.rpartition(' ')[2]}" for each in make_nodes(facts)),
                 "nvidia-modprobe -c 255  # for /dev/nvidiactl",
                 "nvidia-modprobe -u -c 0  # for /dev/nvidia-uvm",
             )
@@ -156,10 +153,6 @@ def make_nodes(facts: VendorFacts, addresses: Collection[str] = ()) -> tuple[str
     commands = [f"nvidia-modprobe -c {minor}" for minor in missing if minor is not None]
     # The driver has not said which minor the GPU has.
     return (*commands, "nvidia-modprobe -c N") if None in missing or not commands else tuple(commands)
-
-
-def _node(command: str) -> str:
-    return f"/dev/nvidia{command.rpartition(' ')[2]}"
 
 
 def reload_driver(modules: Set[str]) -> tuple[str, ...]:
@@ -202,14 +195,14 @@ def _register_gpus(service: FabricService, version: str) -> tuple[str, ...]:
 def _start(service: FabricService, version: str) -> tuple[str, ...]:
     """Return how to start the Fabric Manager, or start it again, where it is installed or may be."""
     if has_unit(service):
-        return ("systemctl enable nvidia-fabricmanager", "systemctl restart nvidia-fabricmanager", REMEDIES_FABRIC_LOG)
+        return ("systemctl enable nvidia-fabricmanager", "systemctl restart nvidia-fabricmanager", SHOW_FABRIC_LOG)
     if service.state == RUNNING:
         # Not by the name alone: the kernel keeps only its first 15 characters.
         return (f"pgrep -af {FABRIC_MANAGER}  # it has no unit: see its log, and restart the container that runs it",)
     if isinstance(service.state, Broken):
-        return (*_install_fabric_manager(version), REMEDIES_FABRIC_LOG)
+        return (*_install_fabric_manager(version), SHOW_FABRIC_LOG)
     if isinstance(service.state, Unseen):
-        return (REMEDIES_FABRIC_LOG,)
+        return (SHOW_FABRIC_LOG,)
     # A virtual machine, or a tray of a rack, has none: the fabric is managed elsewhere.
     only = "only if this host manages the fabric"
     branch = version.partition(".")[0] or "BRANCH"
@@ -219,7 +212,7 @@ def _start(service: FabricService, version: str) -> tuple[str, ...]:
     )
 
 
-def _remedies_replace_driver(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+def _unbind_other_drivers(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
     """Return how to give NVIDIA's driver the GPUs that another driver has."""
     lines: list[str] = []
     if modules := modules_to_blacklist(gpus):
@@ -302,10 +295,6 @@ def _replace_driver(gpus: tuple[Gpu, ...]) -> Iterator[str]:
         )
 
 
-def _binds(unbound: Sequence[str]) -> str:
-    return " and ".join(f"`{bind(each)}`" for each in unbound)
-
-
 def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
     loaded = isinstance(driver.module_version, str)
@@ -318,7 +307,10 @@ def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condit
         DeviceKind.GPU,
         "/dev/nvidiaN",
         f"run `nvidia-smi` or {' and '.join(f'`{each}`' for each in make_nodes(facts, grant.gpus))}",
-        lambda unbound: f"run {_binds(unbound) if loaded else '`modprobe nvidia`'}, and see `dmesg`",
+        lambda unbound: (
+            f"run {' and '.join(f'`{bind(each)}`' for each in unbound) if loaded else '`modprobe nvidia`'}, and see "
+            "`dmesg`"
+        ),
     )
     # If no GPU works, that may be why the nodes that all need are missing.
     if {gpu for each in faults for gpu in each.gpus} != set(grant.gpus):
@@ -574,8 +566,7 @@ def _inferred_persistence(daemon: Seen[str]) -> Condition:
             )
 
 
-# Symptoms of each fault: messages of NVIDIA's programs, CUDA and container runtimes.
-
+# Symptoms: messages of NVIDIA's programs, CUDA and container runtimes.
 
 NOT_LOADED = "`nvidia-smi`: couldn't communicate with the NVIDIA driver; CUDA error 100 (NO_DEVICE)"
 NO_LIBRARY = "nvidia-ctk: ERROR_LIBRARY_NOT_FOUND; the device plugin: could not load NVML library"
@@ -608,12 +599,9 @@ SYMPTOMS: Mapping[tuple[ConditionType, str], str] = {
     (ConditionType.RUNTIME_CONFIGURED, ""): NO_RUNTIME,
     (ConditionType.RUNTIME_ACTIVE, ""): NO_RUNTIME,
 }
-"""Symptoms by condition and reason. An empty reason stands for all reasons of the condition that have no entry of
-their own."""
 
 
-# Finds faults of a cluster that keep pods from NVIDIA's GPUs. Pure.
-
+# Faults of a cluster that keep pods from NVIDIA's GPUs.
 
 RESOURCE = "nvidia.com/gpu"
 PRESENT = "nvidia.com/gpu.present"

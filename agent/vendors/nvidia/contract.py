@@ -58,8 +58,7 @@ def missing_daemons(names: Iterable[str], present: Set[str]) -> tuple[str, ...]:
     return tuple(name for name in names if not MOUNTS.get(name, {}).keys() & present)
 
 
-# Names that NVIDIA's Kubernetes device plugin, and others for its GPUs, give to sockets, resources and devices. Pure.
-#
+# Names that NVIDIA's Kubernetes device plugin, and others for its GPUs, give to sockets, resources and devices.
 # The names are from github.com/NVIDIA/k8s-device-plugin: getPluginSocketPath in internal/plugin/server.go, AnnotatedID
 # in internal/rm/devices.go. SOCKETS also matches the sockets of Google's plugin, which are called nvidiaGPU-TIME.sock.
 
@@ -86,8 +85,7 @@ def gpu_of(name: str) -> str:
     return match[1] if match else ""
 
 
-# What the words mean in which a GPU describes its registration with the NVLink fabric. Pure.
-#
+# The words in which a GPU describes its registration with the NVLink fabric.
 # NVML has four states (nvmlGpuFabricState_t in nvml.h): not supported, not started, in progress and completed.
 # nvidia-smi prints the first one as N/A. A status is valid only in the state `Completed`.
 
@@ -127,8 +125,7 @@ def is_settled(gpus: Iterable[str], answers: Iterable[FabricAnswer]) -> bool:
     return good.issuperset(gpus)
 
 
-# The files by which the GPU Operator's validator says that driver and toolkit work. Pure.
-#
+# The files by which the GPU Operator's validator says that driver and toolkit work.
 # Names and content are as in the Operator's release 26.7, for a driver on the host (cmd/nvidia-validator). The device
 # plugin's container waits for both files, and sources the first one in its shell.
 
@@ -151,8 +148,7 @@ MARKERS = (
 )
 
 
-# Parses the capabilities of MIG instances, and finds out which instances are complete. Pure.
-#
+# The capabilities of MIG instances, and which instances are complete.
 # A MIG device is a compute instance in a GPU instance. Each of the two instances has a capability. Users of the MIG
 # device need the nodes of both capabilities, and the GPU's node (MIG User Guide, device nodes and capabilities). The
 # driver makes the two capabilities' entries in procfs one after the other, and user space makes the nodes later. Until

@@ -22,26 +22,19 @@ CUDA = re.compile(r"^CUDA (?:UMD )?[Vv]ersion\s*: ([0-9.]+)$", re.MULTILINE)
 line `CUDA version` has no number, but refers to the line `CUDA UMD version`."""
 
 
-class NvidiaDra(DraVendor):
-    """NVIDIA's GPUs."""
-
-    name = "nvidia"
-    resource_prefix = RESOURCE_PREFIX
-    harmless_resources = HARMLESS_RESOURCES
-
-    def read_facts(
-        self, system: System, devices: Sequence[AllocatableDevice], driver_version: str
-    ) -> Mapping[AllocatableDevice, DeviceFacts]:
-        deadline = time.monotonic() + FACTS_LIMIT
-        gpus = _query(system, {each.pci_address for each in devices}, deadline)
-        profiles = list_profiles(system, _remaining(deadline)) if any(each.partition for each in devices) else {}
-        cuda = _cuda_version(system, deadline)
-        common: dict[str, Attribute] = {}
-        if version := semantic_version(driver_version):
-            common["driverVersion"] = version
-        if version := semantic_version(cuda):
-            common["cudaDriverVersion"] = version
-        return {each: _facts(each, gpus.get(each.pci_address, {}), profiles, common) for each in devices}
+def read_facts(
+    system: System, devices: Sequence[AllocatableDevice], driver_version: str
+) -> Mapping[AllocatableDevice, DeviceFacts]:
+    deadline = time.monotonic() + FACTS_LIMIT
+    gpus = _query(system, {each.pci_address for each in devices}, deadline)
+    profiles = list_profiles(system, _remaining(deadline)) if any(each.partition for each in devices) else {}
+    cuda = _cuda_version(system, deadline)
+    common: dict[str, Attribute] = {}
+    if version := semantic_version(driver_version):
+        common["driverVersion"] = version
+    if version := semantic_version(cuda):
+        common["cudaDriverVersion"] = version
+    return {each: _facts(each, gpus.get(each.pci_address, {}), profiles, common) for each in devices}
 
 
 def _facts(
@@ -122,3 +115,6 @@ def _remaining(deadline: float) -> float:
     if remaining <= 0:
         raise AgentError(f"{NVIDIA_SMI} takes more than {FACTS_LIMIT:.0f} s", "see `dmesg` on the host for the driver")
     return remaining
+
+
+NVIDIA = DraVendor("nvidia", read_facts, RESOURCE_PREFIX, HARMLESS_RESOURCES)

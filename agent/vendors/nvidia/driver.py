@@ -32,8 +32,7 @@ from agent.vendors.nvidia.contract import DIRECTORIES, WRITABLE
 from agent.vendors.nvidia.devices import FRONTEND, KERNEL_DRIVER, SWITCH_CONTROL, VENDOR_ID, has_nvswitch, observe_gpus
 from agent.vendors.nvidia.places import HOST_CACHE
 
-# Observes NVSwitch and the Fabric Manager. GPUs of a host with NVSwitch cannot compute without the Fabric Manager.
-
+# NVSwitch and the Fabric Manager, without which GPUs of a host with NVSwitch cannot compute.
 
 FABRIC_UNIT = "nvidia-fabricmanager.service"
 FABRIC_MANAGER = "nv-fabricmanager"
@@ -118,14 +117,10 @@ def _is_loaded(system: System, module: str) -> bool:
 
 
 def _shows_nvswitch(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> bool:
-    return _has_node(nodes) or has_nvswitch(sources.pci)
-
-
-def _has_node(nodes: Seen[tuple[DeviceNode, ...]]) -> bool:
     # The control node is no evidence: the module makes it even without NVSwitches (nvswitch_init, linux_nvswitch.c).
-    return isinstance(nodes, tuple) and any(
-        node.kind is DeviceKind.NVSWITCH and node.path != SWITCH_CONTROL for node in nodes
-    )
+    listed = nodes if isinstance(nodes, tuple) else ()
+    with_node = any(node.kind is DeviceKind.NVSWITCH and node.path != SWITCH_CONTROL for node in listed)
+    return with_node or has_nvswitch(sources.pci)
 
 
 def _manages_nvswitch(sources: Sources) -> bool | Unseen:
@@ -146,18 +141,14 @@ def _manages_nvswitch(sources: Sources) -> bool | Unseen:
         # the files would not show that: sysfs makes these times up.
         tuple(links),
         system,
-        lambda _: _read(system, [f"{ADAPTERS}/{name}/device/vpd" for name, _ in links]),
+        # A file that cannot be read counts as a file without the mark: only root may read these files, and if an
+        # adapter is broken or slow, the answer must not become unknown for a host without NVSwitch.
+        lambda _: any(
+            isinstance(text, str) and MANAGES_SWITCH in text
+            for text in read_device_texts(system, [f"{ADAPTERS}/{name}/device/vpd" for name, _ in links])
+        ),
         lambda _: True,
     )
-
-
-def _read(system: System, paths: list[str]) -> bool:
-    """Return whether one of these files contains MANAGES_SWITCH. The files have the adapters' product data.
-
-    A file that cannot be read counts as a file without the mark. Only root may read these files. And if a network
-    adapter is broken or slow, the answer must not become unknown for a host without NVSwitch.
-    """
-    return any(isinstance(text, str) and MANAGES_SWITCH in text for text in read_device_texts(system, paths))
 
 
 MODULE_VERSION = "/sys/module/nvidia/version"
@@ -381,7 +372,6 @@ NEEDED = ("nvidia", "nvidia_uvm")
 """Modules without which no container can compute."""
 WANTED = ("nvidia_modeset", "nvidia_drm")
 """Modules that graphics needs. Driver packages for servers may come without them."""
-KERNEL_MODULES_VERSION = "/sys/module/nvidia/version"
 MODPROBE_LIMIT = 120.0
 """Seconds to load a module. A host with 16 GPUs probes them one after another."""
 MODINFO_LIMIT = 10.0
@@ -465,9 +455,9 @@ def _load(system: System, module: str, report: Callable[[str], None]) -> None:
 
 def _compare_versions(system: System, module: str) -> None:
     """Raise ApplyError if the module on disk has another version than the loaded driver, and so cannot work with it."""
-    if not system.exists(KERNEL_MODULES_VERSION):
+    if not system.exists(MODULE_VERSION):
         return
-    loaded = system.read_text(KERNEL_MODULES_VERSION).strip()
+    loaded = system.read_text(MODULE_VERSION).strip()
     try:
         on_disk = system.run("modinfo", "--field=version", module, timeout=MODINFO_LIMIT).strip()
     except CommandError:

@@ -8,10 +8,10 @@ from agent.model.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, Use
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import Variable
 from agent.vendors.nvidia.contract import DIRECTORIES
+from agent.vendors.nvidia.devices import KERNEL_DRIVER
 from agent.vendors.nvidia.driver import fabric_cause
 from agent.vendors.nvidia.places import HOST_CACHE, PLACES
 
-KERNEL_DRIVER = "nvidia"
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
 """Kinds of nodes that every machine with a GPU gets. Alone, they give access to no GPU."""
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.CAPABILITY})
@@ -35,6 +35,7 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
         whole_host = usable == {gpu.pci_address for gpu in wanted}
         nodes = tuple(sorted(node for node in facts.devices if _granted(node, addresses, settings, whole_host)))
     serving, waiting = _driver_roots(facts.driver, roots) if gpus else (None, None)
+    variables = sorted(settings.pod_environment.get("nvidia", {}).items())
     return Grant(
         vendor=facts.vendor,
         gpus=tuple(sorted(gpu.pci_address for gpu in gpus)),
@@ -46,13 +47,9 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
         directories=tuple(sorted(each for each in facts.services if gpus and each.service in settings.sockets)),
         cdi_modes=tuple(settings.cdi_modes),
         cdi_hooks=tuple(sorted(settings.cdi_hooks)) if gpus else (),
-        environment=_pod_environment(settings) if gpus else (),
+        environment=tuple(Variable(*item) for item in variables if gpus),
         fabric_cause=fabric_cause(facts.driver) if facts.driver and gpus else "",
     )
-
-
-def _pod_environment(settings: MachineSettings) -> tuple[Variable, ...]:
-    return tuple(Variable(*item) for item in sorted(settings.pod_environment.get("nvidia", {}).items()))
 
 
 def misbound_gpus(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
@@ -76,7 +73,12 @@ def built_in(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
 def _granted(node: DeviceNode, addresses: Set[str], settings: MachineSettings, whole_host: bool) -> bool:
     match node.kind:
         case DeviceKind.CAPABILITY if not node.pci_address:
-            return _capability_granted(node.capability, settings)
+            by_capability = {
+                "mig/config": settings.mig_config,
+                "mig/monitor": settings.mig_monitor,
+                "fabric-imex-mgmt": settings.imex_channels,
+            }
+            return by_capability.get(node.capability, False)
         case kind if kind in PER_GPU:
             return node.pci_address in addresses
         case DeviceKind.IMEX_CHANNEL:
@@ -85,16 +87,6 @@ def _granted(node: DeviceNode, addresses: Set[str], settings: MachineSettings, w
             return whole_host
         case kind:
             return kind in SHARED
-
-
-def _capability_granted(capability: str, settings: MachineSettings) -> bool:
-    """Return whether the settings request the capability at this path below /proc/driver/nvidia/capabilities."""
-    wanted = {
-        "mig/config": settings.mig_config,
-        "mig/monitor": settings.mig_monitor,
-        "fabric-imex-mgmt": settings.imex_channels,
-    }
-    return wanted.get(capability, False)
 
 
 def _stays_in_use(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> bool:

@@ -4,9 +4,16 @@ from agent.model.device import DeviceKind
 from agent.model.facts import VendorFacts
 from agent.vendors.host_vendor import DriverForPods, HostVendor, Sources
 from agent.vendors.nvidia.conditions import SYMPTOMS, cluster_findings, nvidia_conditions, remedies
-from agent.vendors.nvidia.devices import NODE_DIRECTORIES, NODE_NAMES, observe_devices, observe_gpus, parse_xid
+from agent.vendors.nvidia.devices import (
+    KERNEL_DRIVER,
+    NODE_DIRECTORIES,
+    NODE_NAMES,
+    observe_devices,
+    observe_gpus,
+    parse_xid,
+)
 from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES, observe_driver, observe_module, observe_services
-from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia, misbound_gpus
+from agent.vendors.nvidia.grant import grant_nvidia, misbound_gpus
 from agent.vendors.nvidia.places import LIBRARY_NAMES, watched_directories
 from agent.vendors.nvidia.user_space import driver_for_pods, observe_user_space
 

@@ -240,8 +240,7 @@ def _version(name: str) -> str:
     return version if DRIVER_VERSION.fullmatch(version) else ""
 
 
-# Lists libraries in directories that are in no loader cache, with the architecture in their ELF headers (elf(5)).
-
+# Directories that are in no loader cache: the architecture is in the libraries' ELF headers (elf(5)).
 
 HEADER = struct.Struct("<4sBB10xHH")
 """An ELF file begins with magic, class (1: 32 bits, 2: 64), byte order (1: little-endian), type and machine (elf.h)."""
@@ -257,20 +256,11 @@ def list_libraries(system: System, directories: Iterable[str], native: str, trus
     """
     found = []
     for directory in filter(trust.permits, dict.fromkeys(directories)):
-        for name in _names(system, directory):
+        for name in entries_if_present(system, directory):
             path = f"{directory}/{name}"
             if LIBRARY.fullmatch(name) and trust.permits(directory, path):
                 found.append(CacheEntry(name, _architecture(system, path, native), path))
     return tuple(found)
-
-
-def _names(system: System, directory: str) -> tuple[str, ...]:
-    try:
-        return system.entries(directory)
-    except OSError as error:
-        if error.errno in NOT_FOUND:
-            return ()
-        raise
 
 
 def _architecture(system: System, path: str, native: str) -> str:

@@ -239,10 +239,10 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in match.groups())
 
 
-# Adds to a CDI specification the files of a driver root that nvidia-ctk leaves out. Pure.
+# The files of a driver root that nvidia-ctk leaves out, and that the agent adds.
 #
 # nvidia-ctk lists libraries of the native architecture whose names end in the driver's version, and a fixed set of
-# other files (those of `user_space/file_groups.py` with the source CTK). Added entries look like those of nvidia-ctk,
+# other files (those of `file_groups.py` with the source CTK). Added entries look like those of nvidia-ctk,
 # and are verified in the same way.
 
 
@@ -275,24 +275,27 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
             for each in items(hook, "args")
             if isinstance(each, str)
         }
-        environment = _environment(items(common, "env"), request)
+        present_variables = items(common, "env")
     except DocumentError:
         return spec, ()
-    paths = (_host_path(request, each) for each in request.files)
-    if not {path for path in paths if _is_main(path, request)} <= mounted:
-        # nvidia-ctk did not find the driver. If the driver's files were added here, `verify` would not notice that.
+    root, libraries = request.driver_root, {f"{each}.{request.driver_version}" for each in NEEDED_LIBRARIES}
+    native = (each.target for each in request.files if f"/{TRIPLET_32}/" not in each.target)
+    if not {f"{root}/{each}" for each in native if posixpath.basename(each) in libraries} <= mounted:
+        # nvidia-ctk, which finds only native libraries, did not find the driver. If the driver's files were added here,
+        # `verify` would not notice that.
         return spec, ()
-    files = [each for each in request.files if not each.link and _host_path(request, each) not in mounted]
+    files = [each.target for each in request.files if not each.link and f"{root}/{each.target}" not in mounted]
     links = {path: target for path, target in _links(request).items() if path not in linked}
-    mounts = [*objects(common, "mounts"), *(_mount(request, file) for file in files)]
+    mounts = [*objects(common, "mounts"), *(_mount(f"{root}/{file}", f"/{file}") for file in files)]
     mounts += [each for each in contract.mounts(request.sockets, present) if each["hostPath"] not in mounted]
     arguments = [argument for path, target in sorted(links.items()) for argument in ("--link", f"{target}::{path}")]
     hooks = _extended(hooks, "create-symlinks", arguments, first=True)
     folders = {f"/{posixpath.dirname(file.target)}" for file in request.files if not file.link and _is_library(file)}
     arguments = [argument for folder in sorted(folders - ldcache_arguments) for argument in ("--folder", folder)]
     hooks = _extended(hooks, "update-ldcache", arguments)
-    added = document | {"containerEdits": common | environment | {"mounts": mounts, "hooks": hooks}}
-    return added, tuple(file.target for file in files)
+    variables = [*(f"{each.name}={each.value}" for each in request.environment), VOID_VARIABLE]
+    env = [*present_variables, *(each for each in variables if each not in present_variables)]
+    return document | {"containerEdits": common | {"mounts": mounts, "hooks": hooks, "env": env}}, tuple(files)
 
 
 def in_words(added: Iterable[str]) -> str:
@@ -304,23 +307,8 @@ def in_words(added: Iterable[str]) -> str:
     return ", ".join(parts)
 
 
-def _host_path(request: Request, file: GrantedFile) -> str:
-    return f"{request.driver_root}/{file.target}"
-
-
-def _mount(request: Request, file: GrantedFile) -> dict[str, Any]:
-    return {
-        "hostPath": _host_path(request, file),
-        "containerPath": f"/{file.target}",
-        "options": list(MOUNT_OPTIONS),
-    }
-
-
-def _environment(present: list[Any], request: Request) -> dict[str, Any]:
-    """Return the key `env` with `present`, the requested variables and VOID_VARIABLE; nothing if `present` has them."""
-    wanted = [*(f"{each.name}={each.value}" for each in request.environment), VOID_VARIABLE]
-    missing = [each for each in wanted if each not in present]
-    return {"env": [*present, *missing]} if missing else {}
+def _mount(source: str, target: str) -> dict[str, Any]:
+    return {"hostPath": source, "containerPath": target, "options": list(MOUNT_OPTIONS)}
 
 
 def _links(request: Request) -> dict[str, str]:
@@ -341,12 +329,6 @@ def _is_library(file: GrantedFile) -> bool:
     """Return whether the dynamic loader must find the file. X servers' modules and VDPAU drivers are loaded by path."""
     directory, name = posixpath.split(file.target)
     return ".so" in name and posixpath.basename(posixpath.dirname(directory)) == "lib"
-
-
-def _is_main(path: str, request: Request) -> bool:
-    """Return whether the path is a main library of the native architecture. nvidia-ctk finds only native ones."""
-    names = {f"{library}.{request.driver_version}" for library in NEEDED_LIBRARIES}
-    return posixpath.basename(path) in names and f"/{TRIPLET_32}/" not in path
 
 
 def _kind(hook: Mapping[str, Any]) -> str:

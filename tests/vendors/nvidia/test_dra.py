@@ -10,7 +10,7 @@ from agent.model.errors import AgentError
 from agent.system.files import System
 from agent.system.process import Completed, TimeLimitError
 from agent.vendors.dra_vendor import Attribute, DeviceFacts, Version
-from agent.vendors.nvidia.dra import NvidiaDra
+from agent.vendors.nvidia.dra import NVIDIA
 
 Run = Callable[[tuple[str, ...], float], Completed]
 UUID, MIG = "GPU-00000000-1111-2222-3333-444444444444", "MIG-11111111-1111-2222-3333-444444444444"
@@ -41,7 +41,7 @@ COMMON: dict[str, Attribute] = {
 
 
 def facts(tmp_path: Path, run: Run, *devices: AllocatableDevice) -> dict[AllocatableDevice, DeviceFacts]:
-    return dict(NvidiaDra().read_facts(System(run, str(tmp_path)), devices, "550.163.01"))
+    return dict(NVIDIA.read_facts(System(run, str(tmp_path)), devices, "550.163.01"))
 
 
 def answers(query: str = ROW, listed: str = LISTED, version: str = VERSION) -> Run:
