@@ -183,7 +183,6 @@ def without_groups(spec: object) -> object:
 
 
 def _groupless(holder: object) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """Return a specification or a device without its additionalGids."""
     if not isinstance(holder, dict) or not isinstance(edits := holder.get("containerEdits"), dict):
         return holder
     return holder | {"containerEdits": {key: value for key, value in edits.items() if key != "additionalGids"}}

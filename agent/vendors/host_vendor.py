@@ -242,7 +242,6 @@ class HostVendor(Struct, frozen=True, kw_only=True):
 
 # The faults that GPUs of every vendor can have, for the condition DevicesPresent.
 
-
 KIND = ConditionType.DEVICES_PRESENT
 
 
@@ -294,7 +293,6 @@ def faulty_gpus(
 
 
 # Parses /proc/devices (proc(5)) and /proc/misc: the device numbers that the kernel's drivers have registered.
-
 
 PROC_DEVICES = "/proc/devices"
 

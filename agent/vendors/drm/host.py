@@ -63,9 +63,6 @@ class Description(Struct, frozen=True):
         return device.class_id >> 16 == DISPLAY or device.class_id >> 8 in self.further_classes
 
 
-# Observes a vendor's GPUs and their DRM nodes. Other DRM devices, such as simpledrm, are ignored.
-
-
 ROOT_BUS = "00:"
 """The bus without a port above it, on which Intel's integrated GPUs are. Those of AMD are behind an internal port."""
 REGISTERED = "drm"

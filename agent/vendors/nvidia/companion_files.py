@@ -192,7 +192,6 @@ def kernel_firmware(system: System) -> KernelFirmware:
 
 
 def _firmware_directories(location: Location) -> tuple[str, ...]:
-    """Return the directories where the kernel looks for firmware, as paths below the place's root."""
     release, path = location.kernel.release, location.kernel.path
     standard = (each.format(release=release) for each in FIRMWARE_DIRECTORIES if release or "{release}" not in each)
     # A driver container makes the kernel search a directory of the container (nvidia-driver:
@@ -244,7 +243,6 @@ def _binaries(
 # library's path in pods. It does not become a bare name, because a 64-bit program also reads the manifest of the 32-bit
 # libraries. If that manifest had a bare name, the program would find the 64-bit library under this name, and would load
 # the driver twice.
-
 
 KEY = "library_path"
 """The key with the library in manifests of Vulkan (LoaderDriverInterface.md), and of libglvnd's and NVIDIA's EGL."""

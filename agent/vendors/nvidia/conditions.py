@@ -213,7 +213,6 @@ def _start(service: FabricService, version: str) -> tuple[str, ...]:
 
 
 def _unbind_other_drivers(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
-    """Return how to give NVIDIA's driver the GPUs that another driver has."""
     lines: list[str] = []
     if modules := modules_to_blacklist(gpus):
         lines += [f"echo 'blacklist {each}' >> /etc/modprobe.d/blacklist-gpu.conf" for each in modules]
@@ -372,7 +371,6 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
 
 
 def _libraries_fault(user_space: UserSpace, library: Absent | Broken, module: Seen[str]) -> Condition:
-    """Return LibrariesPresent for a host on which no usable libraries were found."""
     kind = ConditionType.LIBRARIES_PRESENT
     if user_space.place_key:
         return false(
@@ -404,7 +402,6 @@ def _unless_staged(fault: Condition, serving: str, module: Seen[str]) -> Conditi
 
 
 def _other_drivers(user_space: UserSpace) -> str:
-    """Return text for the end of a message: where other drivers are or may be."""
     return _not_used(user_space) + "".join(f"; not searched: {each}" for each in user_space.skipped_directories)
 
 

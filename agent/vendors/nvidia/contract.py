@@ -62,7 +62,6 @@ def missing_daemons(names: Iterable[str], present: Set[str]) -> tuple[str, ...]:
 # The names are from github.com/NVIDIA/k8s-device-plugin: getPluginSocketPath in internal/plugin/server.go, AnnotatedID
 # in internal/rm/devices.go. SOCKETS also matches the sockets of Google's plugin, which are called nvidiaGPU-TIME.sock.
 
-
 RESOURCE_PREFIX = "nvidia.com/"
 """Prefix of the resources `nvidia.com/gpu`, `nvidia.com/gpu.shared`, `nvidia.com/mig-1g.10gb` and so on. The plugin's
 settings can change what follows the prefix."""
@@ -88,7 +87,6 @@ def gpu_of(name: str) -> str:
 # The words in which a GPU describes its registration with the NVLink fabric.
 # NVML has four states (nvmlGpuFabricState_t in nvml.h): not supported, not started, in progress and completed.
 # nvidia-smi prints the first one as N/A. A status is valid only in the state `Completed`.
-
 
 NO_FABRIC = frozenset({"", "N/A", "[N/A]", "Not Supported", "[Not Supported]"})
 REGISTERED = ("Completed", "Success")
@@ -129,7 +127,6 @@ def is_settled(gpus: Iterable[str], answers: Iterable[FabricAnswer]) -> bool:
 # Names and content are as in the Operator's release 26.7, for a driver on the host (cmd/nvidia-validator). The device
 # plugin's container waits for both files, and sources the first one in its shell.
 
-
 DIRECTORY = "/run/nvidia/validations"
 DRIVER = (ConditionType.DEVICES_ALLOWED, ConditionType.LIBRARIES_LINKED, ConditionType.CDI_SPEC_CURRENT)
 """What proves that the driver works. CDISpecCurrent proves that NVML works: nvidia-ctk finds the GPUs through NVML."""
@@ -153,7 +150,6 @@ MARKERS = (
 # device need the nodes of both capabilities, and the GPU's node (MIG User Guide, device nodes and capabilities). The
 # driver makes the two capabilities' entries in procfs one after the other, and user space makes the nodes later. Until
 # both nodes exist, the MIG device is incomplete.
-
 
 CAPABILITY = re.compile(r"gpu([0-9]{1,9})/mig/gi([0-9]{1,9})(?:/ci([0-9]{1,9}))?/access")
 

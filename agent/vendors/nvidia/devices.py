@@ -164,7 +164,6 @@ def _is_gpu(device: PciDevice) -> bool:
 # Whoever can open a capability's node has the capability. Nodes of destroyed MIG instances stay in /dev/nvidia-caps.
 # Only the entries in procfs show which capabilities exist.
 
-
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 MINOR_TABLES = ("/proc/driver/nvidia-caps/mig-minors", "/proc/driver/nvidia-caps/sys-minors")
 """Tables of the minors of all possible capabilities, with lines `name minor`. Every user may read them."""
@@ -423,7 +422,6 @@ def _missing_part(instance: Instance, minor: int | None) -> str:
 
 
 # Parses Xid errors, with which NVIDIA's driver reports a GPU's faults in the kernel log. Pure.
-
 
 MESSAGE = re.compile(
     r"NVRM: Xid \((?:PCI:)?(?P<address>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]{0,80}\): "

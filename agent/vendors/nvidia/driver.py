@@ -217,7 +217,6 @@ def observe_module(system: System) -> Seen[str]:
 # The driver's program nvidia-modprobe makes them if it is installed. Otherwise mknod(1) makes them, with numbers from
 # /proc/devices, and with mode and owner from the driver's parameters (modprobe-utils/nvidia-modprobe-utils.c).
 
-
 PARAMETERS = "/proc/driver/nvidia/params"
 MODESET = "/sys/module/nvidia_modeset"
 NVIDIA_MODPROBE = "nvidia-modprobe"
@@ -337,7 +336,6 @@ def _with_minors(list_gpus: Callable[[], Sequence[Gpu]]) -> Sequence[Gpu]:
 
 
 def _exists(system: System, node: Node) -> bool:
-    """Return whether the node exists and has the right number."""
     try:
         number = system.device(node.path)
     except FileNotFoundError:
@@ -366,7 +364,6 @@ def _paths(nodes: Sequence[Node]) -> list[str]:
 
 
 # Loads NVIDIA's kernel modules. modprobe(8) loads each one, so that the host's modprobe.d can forbid it.
-
 
 NEEDED = ("nvidia", "nvidia_uvm")
 """Modules without which no container can compute."""

@@ -163,7 +163,6 @@ def lists_driver_library(entry: CacheEntry) -> bool:
 
 
 def _scan(system: System, found: FoundLibraries, directory: str, problems: list[str]) -> None:
-    """Add the driver's files and links in one directory."""
     for name in entries_if_present(system, directory):
         if not name.isprintable() and name.startswith(("libnvidia-", "libcuda")):
             problems.append(f"{directory}: unexpected characters in the library name {name!a}")

@@ -144,7 +144,6 @@ def read_output(system: System, directory: str) -> object:
 
 
 def _in_mig_mode(answers: Mapping[str, Answer], gpus: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of the PCI addresses `gpus` whose GPUs are in MIG mode, according to nvidia-smi's answers."""
     return tuple(gpu for gpu in gpus if gpu in answers and answers[gpu].in_mig_mode)
 
 
@@ -157,7 +156,6 @@ def _not_listed(spec: object, request: Request) -> tuple[str, ...]:
 
 
 def _has_hook(spec: object, name: str) -> bool:
-    """Return whether a specification, or a part of one, has the hook. `verify` reports malformed parts."""
     if isinstance(spec, dict):
         arguments = spec.get("args")
         return (isinstance(arguments, list) and name in arguments) or any(
@@ -244,7 +242,6 @@ def parse_version(text: str) -> tuple[int, ...]:
 # nvidia-ctk lists libraries of the native architecture whose names end in the driver's version, and a fixed set of
 # other files (those of `file_groups.py` with the source CTK). Added entries look like those of nvidia-ctk,
 # and are verified in the same way.
-
 
 MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 """Options of nvidia-ctk's mounts (internal/discover/mounts.go)."""
@@ -359,7 +356,6 @@ def _extended(
 
 
 # Asks nvidia-smi for GPUs, their MIG devices and their fabric, even if NVML cannot open one of the GPUs.
-
 
 NVIDIA_SMI = "nvidia-smi"
 INVALID = 2
@@ -477,7 +473,6 @@ def _parse(text: str, count: int) -> dict[str, list[str]]:
 #
 # The kinds are those of the toolkit's library (getClassOrDefault in pkg/nvcdi/options.go, management.go). Each kind is
 # passed to the command, whose default is nvidia.com/gpu in all modes.
-
 
 ALL = "all"
 """The device with all nodes of a mode. Mode imex also has a device for each channel."""

@@ -249,7 +249,6 @@ def _assemble(sources: Sources, candidate: _Candidate, kernel: KernelFirmware) -
 
 # Finds the CUDA version that the driver's libcuda supports. Images for a newer major version of CUDA do not run.
 
-
 TIME_LIMIT = 15.0
 """Seconds to load libcuda and read its version."""
 READ_VERSION = """\

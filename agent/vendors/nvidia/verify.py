@@ -87,7 +87,6 @@ def _foreign_nodes(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
 
 
 def is_gpu_name(name: str) -> bool:
-    """Return whether the device is EVERY_GPU, a GPU or a MIG device, according to its name."""
     return name == EVERY_GPU or any(each.fullmatch(name) for each in (GPU_INDEX, GPU_UUID, MIG_INDEX, MIG_UUID))
 
 
@@ -110,9 +109,13 @@ def _is_mig_device(instances: list[Instance]) -> bool:
     return len(instances) == 2 and len(compute) == 1 and compute[0].gpu_instance in instances
 
 
+def _served(devices: list[Device]) -> set[str]:
+    return {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
+
+
 def missing_gpus(devices: list[Device], request: Request) -> tuple[str, ...]:
     """Return the PCI addresses of the granted GPUs that no device contains."""
-    served = {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
+    served = _served(devices)
     found = {
         device.pci_address for device in request.devices if device.kind == DeviceKind.GPU and device.path in served
     }
@@ -124,7 +127,7 @@ def missing_partitions(devices: list[Device], request: Request) -> dict[str, str
 
     The values are their GPUs.
     """
-    served = {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
+    served = _served(devices)
     return {
         f"{instance} of {device.pci_address}": device.pci_address
         for device in request.devices
@@ -181,7 +184,6 @@ def _merged(all_edits: Iterable[dict[str, Any]]) -> dict[str, Any]:
 # harmless because of what it is, it is accepted: /dev/null at VOID, a mount of a node that the container gets anyway,
 # data of the driver in another directory for such data, a variable that loads nothing (`is_harmless`). All else is
 # either dangerous or unknown (Fault).
-
 
 EDITS = frozenset({"env", "deviceNodes", "hooks", "mounts", "additionalGids"})
 NODE_KEYS = frozenset({"path", "hostPath", "type", "major", "minor", "fileMode", "permissions", "uid", "gid"})
@@ -398,10 +400,7 @@ def _elsewhere(source: object, expected: Expectations) -> Fault:
 
 
 def _mount_points(file: str) -> tuple[str, ...]:
-    """Return the paths that a file of the driver root may have in containers.
-
-    Data of the driver may be in any directory where loaders look for it.
-    """
+    # Data of the driver may be in any directory where loaders look for it.
     names = (file.removeprefix(f"{each}/") for each in CONFIG_DIRECTORIES if file.startswith(f"{each}/"))
     return (f"/{file}", *(f"/{each}/{name}" for name in names for each in CONFIG_DIRECTORIES))
 
@@ -602,16 +601,14 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
     )
 
 
-def _left_out(common: dict[str, Any], devices: list[tuple[str, dict[str, Any]]], request: Request) -> tuple[str, ...]:
+def _left_out(common: dict[str, Any], devices: list[Device], request: Request) -> tuple[str, ...]:
     """Return the files of the driver root, and the granted nodes, that no container gets.
 
     GPU nodes and nodes of MIG capabilities are not returned, because `verify` lists their GPUs and MIG devices as
     missing.
     """
     mounted = strings(common, "mounts", "hostPath")
-    nodes = {
-        path for edits in (common, *(each for _, each in devices)) for path in strings(edits, "deviceNodes", "path")
-    }
+    nodes = _served([("", common), *devices])
     files = (file.target for file in request.files if not file.link)
     return (
         *sorted(file for file in files if f"{request.driver_root}/{file}" not in mounted),
