@@ -1,7 +1,8 @@
 """Non-GPU devices on the host, treated as a vendor without GPUs. Machines' settings name the devices or their nodes."""
 
+import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from msgspec import Struct
@@ -15,11 +16,7 @@ from agent.system.files import System
 from agent.system.trust import classify_error, entries_if_present
 from agent.vendors.host_vendor import PROC_DEVICES, HostVendor, Sources, names_by_major, parse_misc
 
-# Finds the nodes of non-GPU devices, and checks that each node has the number that its driver uses now.
-#
-# Fixed numbers are from include/linux/miscdevice.h. All other numbers are from /proc/misc or /proc/devices (proc(5)).
-
-
+# Fixed numbers are from include/linux/miscdevice.h. All others are from /proc/misc or /proc/devices (proc(5)).
 PROC_MISC = "/proc/misc"
 MISC_MAJOR = 10
 """Major of the kernel's miscellaneous devices (include/uapi/linux/major.h)."""
@@ -30,8 +27,8 @@ GPU_DRIVERS = ("nvidia*", "drm", "kfd")
 class Rule(Struct, frozen=True):
     """Describes the nodes of one driver. Exactly one of `minor`, `misc` and `registered` is set."""
 
-    pattern: re.Pattern[str]
-    """Pattern of the nodes' names in `directory`."""
+    pattern: str
+    """Pattern (re) of the nodes' names in `directory`."""
     minor: int | None = None
     """The fixed minor number of a miscellaneous device. The module need not be loaded: opening the node loads it."""
     misc: str = ""
@@ -51,43 +48,44 @@ class DeviceClass(Struct, frozen=True):
 
 
 DEVICE_CLASSES = (
-    DeviceClass(DeviceKind.KVM, (Rule(re.compile("kvm"), 232),), "load the module kvm_intel or kvm_amd"),
-    DeviceClass(DeviceKind.TUN, (Rule(re.compile("tun"), 200, directory="/dev/net"),), "load the module tun"),
+    DeviceClass(DeviceKind.KVM, (Rule("kvm", 232),), "load the module kvm_intel or kvm_amd"),
+    DeviceClass(DeviceKind.TUN, (Rule("tun", 200, directory="/dev/net"),), "load the module tun"),
     DeviceClass(
         DeviceKind.VHOST,
-        (Rule(re.compile("vhost-net"), 238), Rule(re.compile("vhost-vsock"), 241)),
+        (Rule("vhost-net", 238), Rule("vhost-vsock", 241)),
         "load the modules vhost_net and vhost_vsock",
     ),
     DeviceClass(
         DeviceKind.INFINIBAND,
         (
-            Rule(re.compile("uverbs[0-9]+"), registered="infiniband_verbs", directory="/dev/infiniband"),
-            Rule(re.compile("rdma_cm"), misc="rdma_cm", directory="/dev/infiniband"),
+            Rule("uverbs[0-9]+", registered="infiniband_verbs", directory="/dev/infiniband"),
+            Rule("rdma_cm", misc="rdma_cm", directory="/dev/infiniband"),
         ),
         "load the modules ib_uverbs and rdma_ucm, and the adapter's",
     ),
     DeviceClass(
         DeviceKind.GDRCOPY,
-        (Rule(re.compile("gdrdrv"), registered="gdrdrv"),),
+        (Rule("gdrdrv", registered="gdrdrv"),),
         "load the module gdrdrv and create its node, as GDRCopy's package does",
     ),
     DeviceClass(
         DeviceKind.NVIDIA_FS,
-        (Rule(re.compile("nvidia-fs[0-9]+"), registered="nvidia-fs"),),
+        (Rule("nvidia-fs[0-9]+", registered="nvidia-fs"),),
         "load the module nvidia_fs",
     ),
     DeviceClass(
         DeviceKind.ACCEL,
-        (Rule(re.compile("accel[0-9]+"), registered="accel", directory="/dev/accel"),),
+        (Rule("accel[0-9]+", registered="accel", directory="/dev/accel"),),
         "load the accelerator's module, such as intel_vpu or amdxdna",
     ),
 )
-NODE_NAMES: tuple[str, ...] = (
-    "kvm", "net", "vhost-net", "vhost-vsock", "infiniband", "gdrdrv", "nvidia-fs*", "accel",
-)  # fmt: skip
-"""Patterns (fnmatch) of names directly in /dev, for the nodes in DEVICE_CLASSES. For a node in a directory below /dev,
-the directory's name is listed instead of the node's."""
-NODE_DIRECTORIES: tuple[str, ...] = ("/dev/net", "/dev/infiniband", "/dev/accel")
+RULES = tuple(rule for each in DEVICE_CLASSES for rule in each.rules)
+NODE_DIRECTORIES = tuple(dict.fromkeys(rule.directory for rule in RULES if rule.directory != "/dev"))
+NODE_NAMES = (
+    *(rule.pattern.replace("[0-9]+", "*") for rule in RULES if rule.directory == "/dev"),
+    *(posixpath.basename(directory) for directory in NODE_DIRECTORIES),
+)
+"""Patterns (fnmatch) of names directly in /dev: of the nodes, and of the directories of nodes."""
 
 
 def device_class(name: str) -> DeviceClass:
@@ -109,11 +107,10 @@ class NodeChecker:
         """Yield the usable nodes of a class. Those that must not be used are added to `problems`."""
         for rule in wanted.rules:
             for name in entries_if_present(self._system, rule.directory):
-                if not rule.pattern.fullmatch(name):
-                    continue
-                number = self._number(f"{rule.directory}/{name}")
-                if number and self._fits(f"{rule.directory}/{name}", number, rule):
-                    yield DeviceNode(f"{rule.directory}/{name}", wanted.kind, number)
+                path = f"{rule.directory}/{name}"
+                number = self._number(path) if re.fullmatch(rule.pattern, name) else None
+                if number and self._fits(path, number, rule):
+                    yield DeviceNode(path, wanted.kind, number)
 
     def named_node(self, path: str) -> DeviceNode | None:
         """Return the node at a path from the settings; None if it is missing or must not be used.
@@ -123,10 +120,11 @@ class NodeChecker:
         number = self._number(path)
         if number is None:
             return None
-        names = self._registered.get(number.major, frozenset())
-        if name := _first_match(names, GPU_DRIVERS):
-            self.problems[path] = f"{path}: belongs to driver {name}; use `gpus` or `devices` for this driver's devices"
-            return None
+        for driver in sorted(self._registered.get(number.major, ())):
+            if any(fnmatchcase(driver, pattern) for pattern in GPU_DRIVERS):
+                why = f"belongs to driver {driver}; use `gpus` or `devices` for this driver's devices"
+                self.problems[path] = f"{path}: {why}"
+                return None
         return DeviceNode(path, DeviceKind.EXTRA, number)
 
     def _number(self, path: str) -> DeviceNumber | None:
@@ -158,10 +156,6 @@ class NodeChecker:
         else:
             return True
         return False
-
-
-def _first_match(names: Collection[str], patterns: Iterable[str]) -> str:
-    return next((name for name in sorted(names) for pattern in patterns if fnmatchcase(name, pattern)), "")
 
 
 def observe_others(sources: Sources) -> VendorFacts:
