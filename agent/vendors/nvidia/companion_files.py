@@ -43,33 +43,15 @@ class Companions(Struct, frozen=True):
     """Files that were left out, with the reason."""
 
 
-class KernelFirmware(Struct, frozen=True):
-    """Where the running kernel looks for firmware."""
-
-    release: str
-    """The kernel's release, which is the name of a directory; empty if unknown."""
-    path: str
-    """The directory that is searched first; empty if none is set (firmware_class.path)."""
-
-
-class Location(Struct, frozen=True):
-    """Where the driver's files are on the host."""
-
-    place: Place
-    root: str
-    """Real path of the place's root, as a prefix of paths; empty for the host's root."""
-    kernel: KernelFirmware
-
-
 def observe_companions(
-    system: System, version: str, triplet: str, libraries: Sequence[str], location: Location
+    system: System, version: str, triplet: str, libraries: Sequence[str], place: Place, firmware: tuple[str, ...]
 ) -> Companions:
-    """Return the companion files of this version. Raises OSError if an observation failed.
+    """Return the companion files of this version in a place. Raises OSError if an observation failed.
 
-    `libraries` has the directories of the driver's libraries, libcuda's first.
+    `libraries` has the directories of the driver's libraries, libcuda's first; `firmware` those where the kernel looks
+    for firmware. All are below the place's root, which is the root of `system`.
     """
-    firmware = _firmware_directories(location)
-    on_host = {"libraries": tuple(libraries), "firmware": firmware, DATA: location.place.data}
+    on_host = {"libraries": tuple(libraries), "firmware": firmware, DATA: place.data}
     by_target: dict[str, Library] = {}
     found_groups: set[str] = set()
     # For each group without a usable file of this version: the paths of its files of any version.
@@ -77,7 +59,7 @@ def observe_companions(
     refused: dict[str, str] = {}
 
     def permitted(path: str) -> bool:
-        fault = _fault(system, path, location.place)
+        fault = _fault(system, path, place)
         if fault:
             refused[path] = f"{path}: left out, because {fault}"
         return not fault
@@ -93,7 +75,7 @@ def observe_companions(
             found_groups.add(group.name)
         else:
             any_version[group.name] = tuple(_any_version(system, group, on_host))
-    binaries, scripts = _binaries(system, (*location.place.binaries, *BINARY_DIRECTORIES), permitted)
+    binaries, scripts = _binaries(system, (*place.binaries, *BINARY_DIRECTORIES), permitted)
     refused |= {path: f"{path}: left out, because it is a script, and not NVIDIA's program" for path in scripts}
     missing = [
         each.name
@@ -186,18 +168,21 @@ def _entries(system: System, directory: str) -> tuple[str, ...]:
         raise
 
 
-def kernel_firmware(system: System) -> KernelFirmware:
-    """Return where the running kernel looks for firmware. Raises OSError."""
-    return KernelFirmware(_line(system, RELEASE), _line(system, FIRMWARE_PATH))
+def kernel_firmware(system: System) -> tuple[str, str]:
+    """Return the running kernel's release, and the directory that it searches first for firmware (firmware_class.path).
+
+    Each is empty if it is unknown or not set. Raises OSError.
+    """
+    return _line(system, RELEASE), _line(system, FIRMWARE_PATH)
 
 
-def _firmware_directories(location: Location) -> tuple[str, ...]:
-    release, path = location.kernel.release, location.kernel.path
+def firmware_directories(release: str, path: str, place: Place, root: str) -> tuple[str, ...]:
+    """Return where the kernel looks for firmware, as paths below the place's root. `root` is this root's real path."""
     standard = (each.format(release=release) for each in FIRMWARE_DIRECTORIES if release or "{release}" not in each)
     # A driver container makes the kernel search a directory of the container (nvidia-driver:
     # /run/nvidia/driver/lib/firmware).
-    roots = (location.root, location.place.root.rstrip("/"))
-    own = dict.fromkeys(path.removeprefix(root) for root in roots if path.startswith(f"{root}/"))
+    roots = (root, place.root.rstrip("/"))
+    own = dict.fromkeys(path.removeprefix(each) for each in roots if path.startswith(f"{each}/"))
     return (*own, *standard)
 
 

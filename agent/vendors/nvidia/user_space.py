@@ -17,8 +17,7 @@ from agent.system.trust import PathTrust, classify_error, file_fault, read_seen,
 from agent.vendors.host_vendor import DriverForPods, Sources
 from agent.vendors.nvidia import libraries
 from agent.vendors.nvidia.companion_files import (
-    KernelFirmware,
-    Location,
+    firmware_directories,
     kernel_firmware,
     observe_companions,
     with_pod_paths,
@@ -90,7 +89,7 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
     return found.user_space
 
 
-def _search_places(sources: Sources, module: str, kernel: KernelFirmware) -> _Found:
+def _search_places(sources: Sources, module: str, kernel: tuple[str, str]) -> _Found:
     configured = configured_place(sources.driver)
     candidates: list[_Candidate] = []
     for place in (configured,) if configured else PLACES:
@@ -208,7 +207,7 @@ def _entries(sources: Sources, place: Place, system: System, trust: PathTrust) -
     return tuple(each for each in drivers if trust.permits(posixpath.dirname(each.path), each.path))
 
 
-def _assemble(sources: Sources, candidate: _Candidate, kernel: KernelFirmware) -> UserSpace:
+def _assemble(sources: Sources, candidate: _Candidate, kernel: tuple[str, str]) -> UserSpace:
     """Return all files of the candidate's version, or why there are none."""
     place, system, root, version = candidate.place, candidate.system, candidate.root, candidate.version
     if not isinstance(version, str):
@@ -226,7 +225,9 @@ def _assemble(sources: Sources, candidate: _Candidate, kernel: KernelFirmware) -
             binaries=tuple(filter(trust.permits, place.binaries)),
             data=tuple(filter(trust.permits, place.data)),
         )
-        companion_files = observe_companions(system, version, triplet, directories, Location(trusted, root, kernel))
+        companion_files = observe_companions(
+            system, version, triplet, directories, trusted, firmware_directories(*kernel, place, root)
+        )
         companions, path_problems = with_pod_paths(system, companion_files.files, files)
     except OSError as error:
         unseen = Unseen(classify_error(error.filename or "the driver's files", error).why)
