@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import re
+import socket
 import stat
 import sys
 import time
@@ -176,6 +177,11 @@ READ_LIMIT = 1 << 20
 """Bytes of the largest file that is read, unless the caller gives a limit."""
 NEW = ".unbounded-agent-new"
 """Suffix of a temporary file's name. Content is first written to this file, which then replaces the real file."""
+NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE)
+"""Errors of connect(2): no process listens, or the file is not a socket (ECONNREFUSED); the listener's queue is full
+(EAGAIN); or the socket has another type (EPROTOTYPE)."""
+UCRED_SIZE = 12
+"""Bytes of struct ucred: three 32-bit numbers (linux/socket.h)."""
 BUS_LIMIT = 10.0
 """Seconds for an answer on the system bus: PID 1 does not answer while it reloads its units."""
 
@@ -515,11 +521,30 @@ class System:
         return statx.character_device(self._at(link))
 
     def listening_process(self, path: str) -> int | None:
-        """Return the id of the process that listens on a Unix socket; None if none answers (agent.system.network)."""
-        # Imported here: few runs need it, and it takes a twentieth of the machine half's start.
-        from agent.system.sockets import listening_process
+        """Return the id of the process that listens on a Unix socket; None if none answers.
 
-        return listening_process(self._at(path, follow=False))
+        The result is also None if the file is not a stream socket. The id is 0 for a process outside this PID
+        namespace. This connects and disconnects at once, sends nothing, and follows no link.
+        """
+        try:
+            probe = open_probe(self._at(path, follow=False), follow=False)
+        except FileNotFoundError:
+            return None
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                # With this, connect(2) returns EAGAIN instead of blocking if the listener no longer accepts.
+                client.setblocking(False)
+                # By descriptor: a path may be too long for sun_path (107 bytes), or lead to another file by now.
+                client.connect(f"/proc/self/fd/{probe}")
+                # unix(7): these are the credentials with which the listener called listen(2).
+                credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_SIZE)
+        except OSError as error:
+            if error.errno in NOT_LISTENING:
+                return None
+            raise
+        finally:
+            os.close(probe)
+        return int.from_bytes(credentials[:4], sys.byteorder)
 
     def architecture(self) -> str:
         """Return the kernel's machine name, uname(2): x86_64, aarch64."""

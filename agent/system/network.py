@@ -1,22 +1,19 @@
 """Lists and removes links, routes and rules of the host's network, by netlink. Raises OSError."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+from pyroute2 import IPRoute
+from pyroute2.netlink import nlmsg
+from pyroute2.netlink.exceptions import NetlinkError
 
 from agent.model.errors import ObservationError
 from agent.model.node import Link, Network, Route, Rule
-
-if TYPE_CHECKING:
-    # At run time, pyroute2 is imported where it is used: importing it takes as long as all other imports of a command.
-    from pyroute2 import IPRoute
-    from pyroute2.netlink import nlmsg
 
 LOCAL_TABLE = 255
 KERNEL = 2
@@ -64,9 +61,6 @@ class HostNetwork:
 @contextmanager
 def connected() -> Iterator[IPRoute]:
     """Yield a netlink connection. The library's own exceptions become OSError."""
-    from pyroute2 import IPRoute
-    from pyroute2.netlink.exceptions import NetlinkError
-
     try:
         with IPRoute() as connection:
             yield connection

@@ -1,22 +1,17 @@
-"""Finds the process that listens on a socket, and the user at the other end of a connection."""
+"""Finds the user that listens on a port, and the user at the other end of a connection."""
 
 import contextlib
 import errno
-import os
 import socket
 import struct
 import sys
 
 from agent.system import files
+from agent.system.files import UCRED_SIZE
 
-NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE)
-"""Errors of connect(2): no process listens, or the file is not a socket (ECONNREFUSED); the listener's queue is full
-(EAGAIN); or the socket has another type (EPROTOTYPE)."""
 TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 LISTEN = "0A"
 """TCP_LISTEN (include/net/tcp_states.h), as column `st` of these tables shows it (proc(5))."""
-UCRED_SIZE = 12
-"""Bytes of struct ucred: three 32-bit numbers (linux/socket.h)."""
 SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1
 """The netlink family, its one message type, and the flag of a request (linux/netlink.h, linux/sock_diag.h)."""
 DIAG_REQUEST = "=LHHLL BBxxL"
@@ -25,33 +20,6 @@ DIAG_SOCKET = "!HH16s16s"
 """struct inet_diag_sockid without the interface and the cookie: ports and addresses of both ends."""
 DIAG_USER = 80
 """Where the user's id is in the answer: after nlmsghdr (16 bytes), four bytes, inet_diag_sockid (48), three numbers."""
-
-
-def listening_process(place: str) -> int | None:
-    """Return the id of the process that listens on a Unix socket; None if there is none, or it accepts no connections.
-
-    The result is also None if the file is not a stream socket. The id is 0 for a process outside this PID namespace.
-    This connects and disconnects at once, sends nothing, and follows no link. Raises OSError.
-    """
-    try:
-        probe = files.open_probe(place, follow=False)
-    except FileNotFoundError:
-        return None
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            # With this, connect(2) returns EAGAIN instead of blocking if the listener no longer accepts connections.
-            client.setblocking(False)
-            # By descriptor: a path may be too long for sun_path (107 bytes), or lead to another file by now.
-            client.connect(f"/proc/self/fd/{probe}")
-            # unix(7): these are the credentials with which the listener called listen(2).
-            credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_SIZE)
-    except OSError as error:
-        if error.errno in NOT_LISTENING:
-            return None
-        raise
-    finally:
-        os.close(probe)
-    return int.from_bytes(credentials[:4], sys.byteorder)
 
 
 def listening_user(port: int) -> int | None:
