@@ -1,19 +1,15 @@
 """What one pass observed, as frozen data. Only Absent may lead to a removal; Broken and Unseen never do."""
 
-import json
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
-from msgspec import Meta, Struct, field, to_builtins
+from msgspec import Meta, Struct, field
 
 from agent.model.conditions import Condition
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.errors import DocumentError
 from agent.model.handoff import FabricAnswer, Publication, Repair
-from agent.model.json_document import accept_version, get
 from agent.model.paths import LIVE_NAME
-from agent.model.text import sha256
-from agent.model.typed_json import Format, convert, decode
+from agent.model.typed_json import Format
 
 # The source of a mount, as the host observes it. Pure.
 
@@ -221,9 +217,6 @@ def parse_live(data: bytes) -> LiveSettings:
 # it, as for a lost GPU.
 
 
-VERSION = 1
-
-
 class RememberedGpu(Struct, frozen=True, order=True):
     """One GPU that machines were granted."""
 
@@ -249,28 +242,6 @@ class Remembered(Struct, frozen=True):
     damage: str = ""
     """Why an earlier record could not be read; empty if there is no such damage. GPUs that were lost before the damage
     are unknown."""
-
-
-def render_remembered(remembered: Remembered) -> bytes:
-    """Return the record as JSON."""
-    content = to_builtins(remembered)
-    document = {"version": VERSION, "digest": _digest(content), **content}
-    return json.dumps(document, indent=1).encode() + b"\n"
-
-
-def parse_remembered(where: str, data: bytes) -> Remembered:
-    """Return the record in a document. Raises DocumentError, which names the key."""
-    document = decode(where, data, dict[str, Any])
-    accept_version(where, document, VERSION)
-    remembered = convert(where, document, Remembered)
-    if get(where, document, "digest", str) != _digest({key: document.get(key) for key in ("gpus", "damage")}):
-        raise DocumentError(f"{where}: the content does not match its digest")
-    return remembered
-
-
-def _digest(content: object) -> str:
-    """Return a digest of the record. Without it, damage to an address would look like a lost GPU."""
-    return sha256(json.dumps(content).encode())
 
 
 class Absent(Struct, frozen=True):

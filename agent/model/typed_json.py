@@ -43,7 +43,7 @@ class Format(Generic[T]):
         `kind` is T. Without a version, the document has no key `version`. `advice` is added to messages about a damaged
         document.
         """
-        self._kind, self._version, self._advice = kind, version, advice
+        self.kind, self._version, self._advice = kind, version, advice
 
     def render(self, value: T) -> bytes:
         """Return the document for a value."""
@@ -57,7 +57,7 @@ class Format(Generic[T]):
             if self._version:
                 accept_version(where, document, self._version)
                 del document["version"]
-            return convert(where, document, self._kind)
+            return convert(where, document, self.kind)
         except DocumentError as error:
             raise DocumentError(error.message, self._advice or error.hint) from error
 

@@ -10,7 +10,7 @@ from agent.config.load import load_config
 from agent.dra.claims import parse_checkpoint as parse_claims
 from agent.host.observe.host import parse_listing
 from agent.host.observe.machine import parse_device_allow, parse_report
-from agent.host.state.gpus import GRANTED
+from agent.host.state.gpus import GRANTED, REMEMBERED
 from agent.host.state.records import OWNED_FILES, parse_handed, parse_manifest
 from agent.machine import containerd, containerd_tables
 from agent.machine.containerd import argument, plugin_errors
@@ -23,7 +23,7 @@ from agent.model.contract import (
     parse_node_files,
 )
 from agent.model.device import as_in_sysfs
-from agent.model.facts import parse_live, parse_remembered
+from agent.model.facts import parse_live
 from agent.model.handoff import parse_handoff
 from agent.model.json_document import parse_object
 from agent.system.api_server import parse_kubeconfig
@@ -114,7 +114,7 @@ PARSERS: dict[str, Parser] = {
     "pci-address": _of_text(as_in_sysfs),
     "proc-devices": _of_text(parse_majors),
     "proc-misc": _of_text(parse_misc),
-    "remembered": lambda data: parse_remembered("remembered.json", data),
+    "remembered": lambda data: REMEMBERED.parse("remembered.json", data),
     "report": parse_report,
     "unit": _of_text(parse_device_allow),
 }

@@ -38,7 +38,7 @@ from agent.model.paths import (
     started_nspawn,
     unit_drop_in,
 )
-from agent.model.text import sha256
+from agent.model.text import json_digest, sha256
 from agent.system.trust import discarded
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
@@ -275,10 +275,10 @@ def newer(host: Host) -> None:
         for file in document["files"] if path.startswith(MANIFESTS) else ():
             file["unheard"] = ""
         if path in REMEMBERED_GPUS:
-            for gpu in document["gpus"]:
+            for gpu in document["content"]["gpus"]:
                 gpu["unheard"] = ""
-            content = {key: document[key] for key in ("gpus", "damage")}
-            document["digest"] = sha256(json.dumps(content).encode())
+            document["content"]["unheard"] = ""
+            document["digest"] = json_digest(document["content"])
         host.write(path, json.dumps(document).encode())
 
 

@@ -13,9 +13,10 @@ from agent.cli.doctor.machines import diagnose
 from agent.cli.gpus import attach, detach, forget
 from agent.config.settings import Config
 from agent.host.reconcile import MachineOutcome, Reconciler
+from agent.host.state.gpus import REMEMBERED
 from agent.model.conditions import ConditionType, Status
 from agent.model.errors import ConfigError, DocumentError, ObservationError
-from agent.model.facts import Remembered, RememberedGpu, Unseen, parse_remembered, render_remembered
+from agent.model.facts import Remembered, RememberedGpu, Unseen
 from agent.model.paths import MACHINES_STATE, REMEMBERED_GPUS, RUNTIME
 from agent.system.trust import discarded
 from tests.fakes.detach_site import FAST, Site
@@ -48,10 +49,10 @@ def ready(machine: MachineOutcome) -> tuple[Status, str]:
 
 def date_losses(host: Host, when: float) -> None:
     """Date the loss of all lost GPUs."""
-    before = parse_remembered("", host.read(REMEMBERED_GPUS[0]))
+    before = REMEMBERED.parse("", host.read(REMEMBERED_GPUS[0]))
     gpus = tuple(replace(gpu, lost=when) if gpu.lost else gpu for gpu in before.gpus)
     for copy in REMEMBERED_GPUS:
-        host.write(copy, render_remembered(replace(before, gpus=gpus)))
+        host.write(copy, REMEMBERED.render(replace(before, gpus=gpus)))
 
 
 COMPLETE, LOST = (Status.TRUE, "Complete"), (Status.FALSE, "GPULost")
@@ -169,8 +170,8 @@ def test_a_machine_that_is_not_configured_misses_nothing(gpu_host: Host) -> None
     lost = {machine.name: machine.lost for machine in agent.reconcile().machines}
     assert lost == {MACHINE: (), "other": (SECOND,)}
     assert evaluate(reconciler(gpu_host, gpus=[FIRST])).lost == ()
-    assert parse_remembered("", gpu_host.read(REMEMBERED_GPUS[0])).gpus[0].pci_address == FIRST
-    assert len(parse_remembered("", gpu_host.read(REMEMBERED_GPUS[0])).gpus) == 1
+    assert REMEMBERED.parse("", gpu_host.read(REMEMBERED_GPUS[0])).gpus[0].pci_address == FIRST
+    assert len(REMEMBERED.parse("", gpu_host.read(REMEMBERED_GPUS[0])).gpus) == 1
 
 
 def test_a_gpu_that_a_virtual_machine_has_is_not_missed(gpu_host: Host) -> None:
@@ -321,14 +322,14 @@ GPUS = st.builds(
 
 @given(st.builds(Remembered, st.lists(GPUS).map(tuple), st.text()))
 def test_the_record_is_read_back(remembered: Remembered) -> None:
-    assert parse_remembered("", render_remembered(remembered)) == remembered
+    assert REMEMBERED.parse("", REMEMBERED.render(remembered)) == remembered
 
 
 @pytest.mark.parametrize("lost", ["NaN", "1e300", "-1.0", "true", '"1"'])
 def test_times_that_are_not_dates_are_refused(lost: str) -> None:
-    good = render_remembered(Remembered((RememberedGpu(FIRST, "nvidia", lost=1.0),)))
+    good = REMEMBERED.render(Remembered((RememberedGpu(FIRST, "nvidia", lost=1.0),)))
     with pytest.raises(DocumentError, match="not JSON" if lost == "NaN" else "lost must be"):
-        parse_remembered("", good.replace(b'"lost": 1.0', f'"lost": {lost}'.encode()))
+        REMEMBERED.parse("", good.replace(b'"lost": 1.0', f'"lost": {lost}'.encode()))
 
 
 def test_a_machine_that_gets_nothing_has_no_gpu_of_an_earlier_configuration(gpu_host: Host) -> None:

@@ -22,6 +22,7 @@ from agent.host.plan.nspawn import (
     render_nspawn,
     split_mounts,
 )
+from agent.host.state.gpus import REMEMBERED
 from agent.host.vendors import host_vendor, rank
 from agent.model.conditions import Reason
 from agent.model.device import PCI_ADDRESS
@@ -45,7 +46,6 @@ from agent.model.facts import (
     StagedRoot,
     Unseen,
     VendorFacts,
-    render_remembered,
 )
 from agent.model.goal import (
     Action,
@@ -130,7 +130,7 @@ def remembered_files(remembered: Seen[Remembered]) -> tuple[OwnedFile, ...]:
     """Return both copies of the record, in the order of writing; none if the record could not be read."""
     if not isinstance(remembered, Remembered):
         return ()
-    content = render_remembered(remembered)
+    content = REMEMBERED.render(remembered)
     return tuple(OwnedFile(path, content) for path in REMEMBERED_GPUS)
 
 

@@ -12,12 +12,12 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agent.host.state.locks import locked
-from agent.host.state.records import Record, first_intact
-from agent.model.errors import DocumentError, ObservationError
-from agent.model.facts import Absent, Broken, GpuFault, Granted, Remembered, Seen, Tainted, Unseen, parse_remembered
+from agent.host.state.records import Digested, Record, first_intact
+from agent.model.errors import ObservationError
+from agent.model.facts import Absent, Broken, GpuFault, Granted, Remembered, Seen, Tainted, Unseen
 from agent.model.paths import GPUS, GPUS_LOCK, PCI_DEVICES, REMEMBERED_GPUS
 from agent.system.files import System
-from agent.system.trust import count, discard, read_seen
+from agent.system.trust import count, discard
 
 LOCK_WAIT = 5.0
 """Seconds to wait for another writer, which needs milliseconds."""
@@ -232,6 +232,8 @@ class LogPosition(Struct, frozen=True):
 
 LOG_POSITION = Record(LogPosition)
 """The format of the record KERNEL_LOG_READ."""
+REMEMBERED = Digested(Remembered)
+"""The format of both copies of the record of the GPUs that machines were last granted."""
 GRANTED = Record(Granted, 1)
 """The format of the record of the last grant that was published to a machine."""
 
@@ -245,7 +247,10 @@ def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
     Without an intact copy, the record is Unseen if a copy could not be read, Broken if one is damaged, and empty if
     both are missing.
     """
-    copies = [_copy(path, system) for path in REMEMBERED_GPUS]
+    copies = [REMEMBERED.read_seen(path, system) for path in REMEMBERED_GPUS]
+    for path, copy in zip(REMEMBERED_GPUS, copies, strict=True):
+        if isinstance(copy, Broken):
+            count(path, system)
     problems = "; ".join(each.why for each in copies if isinstance(each, Broken | Unseen))
     found = first_intact(copies)
     match found:
@@ -255,14 +260,3 @@ def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
             return Remembered(), ""
         case _:
             return type(found)(problems), problems
-
-
-def _copy(path: str, system: System) -> Seen[Remembered]:
-    data = read_seen(system.read, path)
-    try:
-        found = parse_remembered(path, data) if isinstance(data, bytes) else data
-    except DocumentError as error:
-        found = Broken(str(error))
-    if isinstance(found, Broken):
-        count(path, system)
-    return found

@@ -75,45 +75,46 @@ class Record(Format[T]):
 
 
 class _Copy(Struct, frozen=True):
-    """One copy of a record that must not be lost."""
-
     digest: str
     content: dict[str, Any]
 
 
-_COPY = Record(_Copy, 1)
+_COPY = Format(_Copy, 1)
+
+
+class Digested(Record[T]):
+    """The format of a copy of a record that must not be lost: an object of type T, with its digest."""
+
+    def render(self, value: T) -> bytes:
+        content = to_builtins(value)
+        return _COPY.render(_Copy(json_digest(content), content))
+
+    def parse(self, where: str, data: bytes) -> T:
+        copy = _COPY.parse(where, data)
+        value = convert(where, copy.content, self.kind)
+        if copy.digest != json_digest(copy.content):
+            raise DocumentError(f"{where}: the content does not match its digest")
+        return value
 
 
 class Durable(Generic[T]):
-    """The format of a record that must not be lost: an object of type T, with its digest, in two synced files.
+    """A record that must not be lost: two synced files in the format `Digested`.
 
     The first file is written first. So after a crash between the two writes, the first copy is the newer one. The next
     write replaces a damaged copy.
     """
 
     def __init__(self, kind: type[T]) -> None:
-        self._kind = kind
+        self._copy = Digested(kind)
 
     def read(self, paths: tuple[str, str], system: System) -> Seen[T]:
         """Return the record as `first_intact` does. Without an intact copy, its owner must not guess what it was."""
-        return first_intact([self._read(path, system) for path in paths])
-
-    def _read(self, path: str, system: System) -> Seen[T]:
-        copy = _COPY.read_seen(path, system)
-        if not isinstance(copy, _Copy):
-            return copy
-        if copy.digest != json_digest(copy.content):
-            return Broken(f"{path}: the content does not match its digest")
-        try:
-            return convert(path, copy.content, self._kind)
-        except DocumentError as error:
-            return Broken(str(error))
+        return first_intact([self._copy.read_seen(path, system) for path in paths])
 
     def write(self, paths: tuple[str, str], value: T, system: System) -> None:
         """Write both copies durably. Only root may read them. Raises OSError."""
-        content = to_builtins(value)
         for path in paths:
-            _COPY.write(path, _Copy(json_digest(content), content), system, 0o600)
+            self._copy.write(path, value, system, 0o600)
 
     def remove(self, paths: tuple[str, str], system: System) -> None:
         """Remove both copies, the second one first: the record can be read until both are removed. Raises OSError."""
