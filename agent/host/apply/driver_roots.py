@@ -241,7 +241,6 @@ def _copy(file: Library, path: str, system: System, copies: Copies) -> None:
 
 
 def _check(file: Library, reading: BinaryIO) -> None:
-    """Raise ApplyError if the file changed since it was observed."""
     now = os.fstat(reading.fileno())
     if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
         raise _changed(file)
@@ -252,7 +251,6 @@ def _changed(file: Library, why: str = "") -> ApplyError:
 
 
 def _clear_staging(system: System) -> None:
-    """Remove what an interrupted staging left."""
     for name in system.entries(STAGING):
         system.remove_tree(f"{STAGING}/{name}")
 
@@ -312,7 +310,6 @@ def protect(indices: tuple[int, ...], system: System) -> None:
 
 
 def _move(path: str, to: str, system: System) -> None:
-    """Rename a directory, unless it is missing. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         system.rename(path, to)
 

@@ -4,7 +4,7 @@ import dataclasses
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import assert_never
 
@@ -16,7 +16,7 @@ from agent.host.apply.steps import failure_of, give_token
 from agent.host.observe.machine import enabling_link, observe_units
 from agent.host.provision.binaries import cached, fetch, put_programs
 from agent.host.provision.host_settings import apply_host, undo_host
-from agent.host.provision.image import unpack
+from agent.host.provision.image import Progress, unpack
 from agent.host.provision.network import remove_chains
 from agent.host.provision.node_files import NODE_RECORDS, read_token, record_paths
 from agent.host.provision.plan import (
@@ -76,7 +76,6 @@ UNIT_LIMIT = 60.0
 """Seconds to enable or disable a unit. systemctl then makes systemd reload all units."""
 KUBELET = tuple(f"{directory}/kubelet" for directory in ENVIRONMENT["PATH"].split(":"))
 """The paths at which systemd in the machine looks for the kubelet."""
-Progress = Callable[[str], None]
 
 
 class Tools(Struct, frozen=True):

@@ -15,10 +15,9 @@ import time
 import urllib.error
 import zlib
 from collections.abc import Iterator
-from typing import IO, BinaryIO, Literal, Self, cast
+from typing import BinaryIO, Literal, Protocol
 
 from agent.config.settings import NodeSettings
-from agent.host.provision.fetch_errors import PROXY_HINT
 from agent.model.errors import ApplyError
 from agent.model.node import Archive, NodeBinary
 from agent.system import files
@@ -43,6 +42,7 @@ FETCH_LIMIT = 1800.0
 SIZE_LIMIT = 1 << 30
 """Bytes of one program, so that a mirror cannot fill the disk before the digest is known. The kubelet of 2026 has 60
 million."""
+PROXY_HINT = "check the proxy, and this command's variables HTTPS_PROXY and NO_PROXY"
 TUNNEL = "Tunnel connection failed"
 """The first words of http.client's error message if a proxy refuses CONNECT. Each request by HTTPS through a proxy
 begins with CONNECT."""
@@ -144,7 +144,6 @@ def _digest_of(path: str, system: System) -> str:
 
 
 def _copy_from_bundle(binary: NodeBinary, file: BinaryIO, system: System) -> str:
-    """Copy the program from the bundle to a file, and return its digest."""
     try:
         source = files.plain(system.full_path(binary.source))
     except OSError as error:
@@ -156,7 +155,6 @@ def _copy_from_bundle(binary: NodeBinary, file: BinaryIO, system: System) -> str
 
 
 def _download(binary: NodeBinary, file: BinaryIO, limit: float) -> str:
-    """Download the program to a file, and return its digest."""
 
     def download() -> str:
         with _answer(binary, "GET") as answer:
@@ -244,47 +242,49 @@ UNPACKED_LIMIT = 1 << 30
 ENTRIES_LIMIT = 1000
 DESCRIPTION_LIMIT = 1 << 16
 """Bytes with which an archive may describe one entry: a long name, times and the like. They precede its content."""
-BLOCK = 1 << 15
-"""Bytes that are read at once."""
-END = (tarfile.EOFHeaderError, tarfile.EmptyHeaderError)  # type: ignore[attr-defined]  # its stubs lack these
-"""What tarfile raises at the end of an archive, with and without zeros."""
+ENCODING = ("utf-8", "surrogateescape")
+DESCRIPTIONS = (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+"""The types of headers that describe the next entry."""
+KINDS = (
+    tarfile.REGTYPE,
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.DIRTYPE,
+    tarfile.FIFOTYPE,
+)
+"""The types of entries. The archaic type of files is not among them: whether they are directories depends on which of
+an entry's names a program looks at."""
+SIZE = re.compile(rb" *[0-7]*[ \0]*|\x80.*", re.DOTALL)
+"""The size in a header: with base 8, or a large one with base 256."""
+STAR = b"tar\0"
+"""Ends a header of the old format of star, which has other bytes in its name."""
 DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticError, RecursionError, ValueError)
 """What tarfile and gzip raise for malformed archives."""
 
 
-class _Metered:
-    """An archive of which tarfile may read only `allowance` further bytes.
+class Readable(Protocol):
+    """An archive, decompressed."""
 
-    Without a limit, tarfile would keep the whole description of an entry in memory, however long it is. `_entries` sets
-    the allowance again for each entry.
-    """
+    def read(self, size: int, /) -> bytes: ...
 
-    def __init__(self, content: BinaryIO) -> None:
-        self._content = content
-        self.allowance = DESCRIPTION_LIMIT
+
+class _Ahead:
+    """Reads an archive ahead, so that damage at its end is found before its last program is complete."""
+
+    def __init__(self, content: Readable) -> None:
+        self._content, self._ahead = content, b""
 
     def read(self, size: int) -> bytes:
-        self.allowance -= size
-        if self.allowance < 0:
-            raise tarfile.ReadError(f"more than {DESCRIPTION_LIMIT >> 10} KiB describe an entry")
         try:
-            return self._content.read(size)
+            while len(self._ahead) <= size and (more := self._content.read(CHUNK)):
+                self._ahead += more
         except gzip.BadGzipFile as error:
             # BadGzipFile is an OSError, which `stream` would report as a failure to write the program's file.
             raise tarfile.ReadError(str(error)) from error
-
-
-class _Entry(tarfile.TarInfo):
-    """An entry whose malformed header is an error. tarfile would take it for the end of the archive."""
-
-    @classmethod
-    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
-        try:
-            return super().fromtarfile(tarfile_)
-        except END:
-            raise
-        except tarfile.HeaderError as error:
-            raise tarfile.ReadError(str(error)) from error
+        taken, self._ahead = self._ahead[:size], self._ahead[size:]
+        return taken
 
 
 def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple[str, int]]:
@@ -296,7 +296,7 @@ def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple
     found: dict[str, tuple[str, int]] = {}
     try:
         with files.plain(path) as file, gzip.GzipFile(fileobj=file) as content:
-            for name, program in _programs(cast(BinaryIO, content)):
+            for name, program in _programs(_Ahead(content)):
                 if binary.archive == "programs":
                     found |= _put(program, f"{binary.path}/{name}", root)
                 elif name == binary.name:
@@ -309,39 +309,100 @@ def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple
     return found
 
 
-def _programs(content: BinaryIO) -> Iterator[tuple[str, IO[bytes]]]:
+def _programs(archive: Readable) -> Iterator[tuple[str, Iterator[bytes]]]:
     """Yield the name and the content of each program. The caller must read one content before it asks for the next."""
-    size = 0
-    for number, (archive, entry) in enumerate(_entries(content)):
-        size += entry.size
-        if size > UNPACKED_LIMIT or number >= ENTRIES_LIMIT:
+    total = 0
+    for number, (path, size, header, content) in enumerate(entries(archive)):
+        total += size
+        if total > UNPACKED_LIMIT or number >= ENTRIES_LIMIT:
             raise tarfile.ReadError(f"more than {UNPACKED_LIMIT >> 20} MiB, or more than {ENTRIES_LIMIT} entries")
-        name = NAME.fullmatch(entry.name)
-        program = archive.extractfile(entry) if name and entry.isreg() and entry.mode & 0o111 else None
-        if name and program:
-            yield name[1], program
+        name = NAME.fullmatch(path)
+        if name and header.isreg() and header.mode & 0o111:
+            yield name[1], content
 
 
-def _entries(content: BinaryIO) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
-    """Yield the entries of an archive that is not trusted, in bounded memory. Raises one of DAMAGED."""
-    metered = _Metered(content)
-    # In this mode, tarfile reads the archive once, from start to end, whatever its entries say.
-    with tarfile.open(fileobj=cast(BinaryIO, metered), mode="r|", bufsize=BLOCK, tarinfo=_Entry) as archive:
-        while entry := archive.next():
-            # tarfile would keep all of them.
-            archive.members.clear()  # type: ignore[attr-defined]  # its documentation does not mention it
-            if entry.size < 0:
-                raise tarfile.ReadError(f"the entry {entry.name!a} has a negative size")
-            metered.allowance = entry.size + DESCRIPTION_LIMIT
-            yield archive, entry
+def entries(archive: Readable) -> Iterator[tuple[str, int, tarfile.TarInfo, Iterator[bytes]]]:
+    """Yield each entry's name, the size of its content, its header, and the content. Raises one of DAMAGED.
+
+    umoci, which unpacks image layers, and tarfile take some headers for different things, and then an entry's name or
+    size, or where the next header is, differs. So what tools for images never write is refused here.
+    """
+    described: dict[bytes, bytes] = {}
+    while any(block := archive.read(tarfile.BLOCKSIZE)):
+        header = _header(block)
+        if header.type in DESCRIPTIONS:
+            if header.type in described or (described and tarfile.XHDTYPE in (header.type, *described)):
+                raise tarfile.ReadError("more than one header gives the name of an entry")
+            if header.size + sum(map(len, described.values())) > DESCRIPTION_LIMIT:
+                raise tarfile.ReadError(f"more than {DESCRIPTION_LIMIT >> 10} KiB describe an entry")
+            described[header.type] = b"".join(_content(archive, header.size))
+            continue
+        name, size = _name_and_size(header, described)
+        described = {}
+        content = _content(archive, size)
+        yield name, size, header, content
+        for _ in content:
+            pass
 
 
-def _put(program: IO[bytes], path: str, root: System) -> dict[str, tuple[str, int]]:
+def _header(block: bytes) -> tarfile.TarInfo:
+    header = tarfile.TarInfo.frombuf(block, *ENCODING)
+    if header.type == tarfile.GNUTYPE_SPARSE:
+        raise tarfile.ReadError(f"{header.name[:200]!a} is a sparse file, which archives must not have")
+    # The type is read from the block, because tarfile takes some files for directories.
+    if block[156:157] not in (*DESCRIPTIONS, *KINDS):
+        raise tarfile.ReadError(f"{header.name[:200]!a} has the type {block[156:157]!a}, which archives must not have")
+    if not SIZE.fullmatch(block[124:136]) or block[508:] == STAR:
+        raise tarfile.ReadError(f"the header of {header.name[:200]!a} has an unusual format")
+    return header
+
+
+def _name_and_size(header: tarfile.TarInfo, described: dict[bytes, bytes]) -> tuple[str, int]:
+    """Return the name and the size of an entry with these headers before its own."""
+    records = _records(described.get(tarfile.XHDTYPE, b""))
+    long = described.get(tarfile.GNUTYPE_LONGNAME, b"").partition(b"\0")[0]
+    name = (records.get(b"path") or long).decode(*ENCODING) or header.name
+    size = records.get(b"size", b"%d" % header.size)
+    if any(key.startswith(b"GNU.sparse.") for key in records):
+        raise tarfile.ReadError(f"{name[:200]!a} is a sparse file, which archives must not have")
+    if records.get(b"path") == b"" or not re.fullmatch(rb"[0-9]{1,19}", size):
+        # umoci would take an empty name or size from elsewhere.
+        raise tarfile.ReadError(f"{name[:200]!a} has an unusual path or size")
+    return name, int(size) if header.type == tarfile.REGTYPE else 0
+
+
+def _records(content: bytes) -> dict[bytes, bytes]:
+    """Return what a header of PAX says (pax(1): pax Extended Header)."""
+    found, start = {}, 0
+    while start < len(content):
+        length = re.compile(rb"([1-9][0-9]{0,5}) ").match(content, start)
+        end = start + int(length[1]) if length else 0
+        key, equals, value = content[length.end() if length else end : max(end - 1, 0)].partition(b"=")
+        if not key or not equals or content[end - 1 : end] != b"\n":
+            raise tarfile.ReadError("the description of an entry is malformed")
+        found[key] = value
+        start = end
+    return found
+
+
+def _content(archive: Readable, size: int) -> Iterator[bytes]:
+    """Yield what follows a header, in parts, without its padding, which is read as well."""
+    padding = -size % tarfile.BLOCKSIZE
+    for length, wanted in ((size, True), (padding, False)):
+        while length:
+            if not (part := archive.read(min(length, CHUNK))):
+                raise tarfile.ReadError("unexpected end of data")
+            length -= len(part)
+            if wanted:
+                yield part
+
+
+def _put(program: Iterator[bytes], path: str, root: System) -> dict[str, tuple[str, int]]:
     digest, size = hashlib.sha256(), 0
 
     def chunks() -> Iterator[bytes]:
         nonlocal size
-        while chunk := program.read(CHUNK):
+        for chunk in program:
             digest.update(chunk)
             size += len(chunk)
             yield chunk

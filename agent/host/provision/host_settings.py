@@ -262,7 +262,6 @@ def _set_sysctl(name: str, value: str, system: System) -> None:
 
 
 def _built_in(system: System) -> str:
-    """Return the kernel's list of built-in modules; empty if the list is missing."""
     path = f"/lib/modules/{system.read_text(RELEASE).strip()}/modules.builtin"
     return system.read_text(path) if system.exists(path) else ""
 

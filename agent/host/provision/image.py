@@ -4,15 +4,13 @@ import contextlib
 import gzip
 import os
 import re
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from agent.config.settings import ImageSettings
-from agent.host.provision.binaries import CHUNK, DAMAGED, DESCRIPTION_LIMIT
-from agent.host.provision.fetch_errors import explained
+from agent.host.provision.binaries import DAMAGED, PROXY_HINT, entries
 from agent.host.provision.node_files import secret_file
 from agent.model.errors import (
     AgentError,
@@ -179,7 +177,6 @@ def _mirrored(repository: str, settings: ImageSettings) -> str:
 
 
 def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
-    """Return the digest of the image for an architecture, from an index of images for several architectures."""
 
     def entry(where: str, document: dict[str, Any]) -> tuple[object, object, object, str]:
         platform = require_object(f"{where}: platform", document.get("platform", {}))
@@ -248,24 +245,6 @@ BLOCK = 4096
 """Bytes on disk that an entry of a layer takes in addition to its content: its inode, and its last block."""
 WHITEOUT = ".wh."
 """Begins the name of an entry that removes the entry of this name, without the beginning, of an earlier layer."""
-ENCODING = ("utf-8", "surrogateescape")
-DESCRIPTIONS = (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-"""The types of headers that describe the next entry."""
-KINDS = (
-    tarfile.REGTYPE,
-    tarfile.LNKTYPE,
-    tarfile.SYMTYPE,
-    tarfile.CHRTYPE,
-    tarfile.BLKTYPE,
-    tarfile.DIRTYPE,
-    tarfile.FIFOTYPE,
-)
-"""The types of entries. The archaic type of files is not among them: whether they are directories depends on which of
-an entry's names a program looks at."""
-SIZE = re.compile(rb" *[0-7]*[ \0]*|\x80.*", re.DOTALL)
-"""The size in a header: with base 8, or a large one with base 256."""
-STAR = b"tar\0"
-"""Ends a header of the old format of star, which has other bytes in its name."""
 TICK = 1.0
 """Seconds between two progress messages."""
 
@@ -345,7 +324,7 @@ def _check_layers(image: NodeImage, partial: str, system: System) -> None:
             with files.plain(system.full_path(_unpacking_blob(partial, layer))) as file:
                 # As umoci, do not look at the content: the same bytes may be a tar archive, and compressed.
                 content = gzip.GzipFile(fileobj=file) if kind.endswith("+gzip") else file
-                for name, size in _entries(cast(BinaryIO, content)):
+                for name, size, *_ in entries(content):
                     free, inodes = free - BLOCK - size, inodes - 1
                     if why := _refusal(name, until):
                         raise ApplyError(f"{image.name}: layer {layer[:19]}: {why}", "use another image")
@@ -361,87 +340,11 @@ def _check_layers(image: NodeImage, partial: str, system: System) -> None:
 
 
 def _refusal(name: str, until: float) -> str:
-    """Return why a layer is not unpacked because of the entry with this name, or nothing."""
     if time.monotonic() > until:
         return f"it took more than {UNPACK_LIMIT:.0f} s to read"
     if any(part.startswith(WHITEOUT) and part[len(WHITEOUT) :] in ("", ".", "..") for part in name.split("/")):
         return f"{name[:200]!a} would remove a directory outside of its own"
     return ""
-
-
-def _entries(layer: BinaryIO) -> Iterator[tuple[str, int]]:
-    """Yield each entry's name, and the size of its content. Raises one of DAMAGED.
-
-    umoci and tarfile take some headers for different things, and then an entry's name or size, or where the next header
-    is, differs. So what tools for images never write is refused here.
-    """
-    described: dict[bytes, bytes] = {}
-    while any(block := layer.read(tarfile.BLOCKSIZE)):
-        header = _header(block)
-        if header.type in DESCRIPTIONS:
-            if header.type in described or (described and tarfile.XHDTYPE in (header.type, *described)):
-                raise tarfile.ReadError("more than one header gives the name of an entry")
-            if header.size + sum(map(len, described.values())) > DESCRIPTION_LIMIT:
-                raise tarfile.ReadError(f"more than {DESCRIPTION_LIMIT >> 10} KiB describe an entry")
-            described[header.type] = b"".join(_content(layer, header.size))
-            continue
-        name, size = _name_and_size(header, described)
-        described = {}
-        yield name, size
-        for _ in _content(layer, size):
-            pass
-
-
-def _header(block: bytes) -> tarfile.TarInfo:
-    header = tarfile.TarInfo.frombuf(block, *ENCODING)
-    if header.type == tarfile.GNUTYPE_SPARSE:
-        raise tarfile.ReadError(f"{header.name[:200]!a} is a sparse file, which layers must not have")
-    # The type is read from the block, because tarfile takes some files for directories.
-    if block[156:157] not in (*DESCRIPTIONS, *KINDS):
-        raise tarfile.ReadError(f"{header.name[:200]!a} has the type {block[156:157]!a}, which layers must not have")
-    if not SIZE.fullmatch(block[124:136]) or block[508:] == STAR:
-        raise tarfile.ReadError(f"the header of {header.name[:200]!a} has an unusual format")
-    return header
-
-
-def _name_and_size(header: tarfile.TarInfo, described: dict[bytes, bytes]) -> tuple[str, int]:
-    """Return the name and the size of an entry with these headers before its own."""
-    records = _records(described.get(tarfile.XHDTYPE, b""))
-    long = described.get(tarfile.GNUTYPE_LONGNAME, b"").partition(b"\0")[0]
-    name = (records.get(b"path") or long).decode(*ENCODING) or header.name
-    size = records.get(b"size", b"%d" % header.size)
-    if any(key.startswith(b"GNU.sparse.") for key in records):
-        raise tarfile.ReadError(f"{name[:200]!a} is a sparse file, which layers must not have")
-    if records.get(b"path") == b"" or not re.fullmatch(rb"[0-9]{1,19}", size):
-        # umoci would take an empty name or size from elsewhere.
-        raise tarfile.ReadError(f"{name[:200]!a} has an unusual path or size")
-    return name, int(size) if header.type == tarfile.REGTYPE else 0
-
-
-def _records(content: bytes) -> dict[bytes, bytes]:
-    """Return what a header of PAX says (pax(1): pax Extended Header)."""
-    found, start = {}, 0
-    while start < len(content):
-        length = re.compile(rb"([1-9][0-9]{0,5}) ").match(content, start)
-        end = start + int(length[1]) if length else 0
-        key, equals, value = content[length.end() if length else end : max(end - 1, 0)].partition(b"=")
-        if not key or not equals or content[end - 1 : end] != b"\n":
-            raise tarfile.ReadError("the description of an entry is malformed")
-        found[key] = value
-        start = end
-    return found
-
-
-def _content(layer: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield what follows a header, in parts, without its padding, which is read as well."""
-    padding = -size % tarfile.BLOCKSIZE
-    for length, wanted in ((size, True), (padding, False)):
-        while length:
-            if not (part := layer.read(min(length, CHUNK))):
-                raise tarfile.ReadError("unexpected end of data")
-            length -= len(part)
-            if wanted:
-                yield part
 
 
 def _layer_of(where: str, document: dict[str, Any]) -> tuple[str, str]:
@@ -507,3 +410,66 @@ def _bytes(layout: str, system: System) -> int:
                 with contextlib.suppress(OSError):
                     total += system.identity(f"{directory}/{name}").size
     return total
+
+
+# Explains failures of skopeo and umoci.
+
+
+ARCHIVE_HINT = "decompress it with `gunzip` if it is compressed (skopeo 1.9 cannot); otherwise copy it there again"
+LOGIN_HINT = "check the file of image.credentials: `skopeo login --authfile FILE REGISTRY` writes one"
+NAME_HINT = "check image.name, or image.repository and image.tag; with image.mirror, whether the image is there"
+CA_HINT = "put the registry's CA as a file *.crt into the directory image.ca_directory"
+DAMAGE_HINT = "the source is damaged or was changed: copy the image there again"
+NETWORK_HINT = "check the network to the registry; without one, use an oci: or docker-archive: image"
+LIMIT_HINT = "the registry limits how much it sends: wait, log in with image.credentials, or use image.mirror"
+FAULT_HINT = "the registry, or a proxy in front of it, has a fault: wait, then run the command again"
+HINTS = (
+    (r"no space left on device", "free up space on the file system of /var/lib/machines"),
+    (r"loading tar component|invalid tar header", ARCHIVE_HINT),
+    (r"unexpected EOF", "the source is damaged, or the connection broke: run the command again"),
+    (r"toomanyrequests|[Tt]oo [Mm]any [Rr]equests|StatusCode: 429\b", LIMIT_HINT),
+    (r"(HTTP status: |status code |from registry |StatusCode: )5[0-9]{2}\b", FAULT_HINT),
+    (r"proxyconnect|Proxy Authentication Required", PROXY_HINT),
+    (r"unauthorized|authentication required|denied|status code 403", LOGIN_HINT),
+    (r"manifest unknown|name unknown|not found|no descriptor found|no such (file|image)", NAME_HINT),
+    (r"x509: certificate (has expired|is not yet valid)", "check the registry's certificate, and this host's clock"),
+    (r"x509|tls: |certificate", CA_HINT),
+    (r"gave HTTP response to HTTPS client", "give the registry a certificate, or use an oci: or docker-archive: image"),
+    (r"rejected|signature", "the signature policy refuses the image: see image.signature_policy"),
+    (r"[Dd]igest|[Mm]anifest does not match", DAMAGE_HINT),
+    (r"no image found in (manifest list|image index)", "use an image for this host's architecture"),
+    (
+        r"no such host|server misbehaving|name resolution|refused|time(d )?out|deadline exceeded|no route|unreachable|"
+        r"reset by peer|EOF$",
+        NETWORK_HINT,
+    ),
+)
+"""What to do, by a pattern for the program's message. The first pattern that matches counts."""
+LOG_LINE = re.compile(r'^time="[^"]*" level=(?P<level>\w+) msg="?(?P<text>.*?)"?\s*$')
+"""A line of skopeo's log, in the format of logrus."""
+MARK = re.compile(r"^[^\x20-\x7e]+ *")
+"""The symbol that umoci puts before a message."""
+QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
+"""A URL with a query, which may have a signature that gives access."""
+
+
+def explained(error: CommandError, what: str) -> AgentError:
+    """Return a program's failure as one sentence about `what`, with the next step as the hint.
+
+    The sentence has the program's last message. If the program printed none, the sentence has the message of `error`
+    instead, which contains the program's arguments.
+    """
+    text = _last_message(error.stderr)
+    if not text:
+        return ApplyError(f"{what}: {error.message}", error.hint or "run the command again")
+    hint = next((hint for pattern, hint in HINTS if re.search(pattern, text)), "")
+    return ApplyError(f"{what}: {text}", hint or "correct this, then run the command again")
+
+
+def _last_message(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    found = LOG_LINE.match(lines[-1])
+    text = found["text"].replace('\\"', '"').replace("\\n", " ") if found else MARK.sub("", lines[-1])
+    return QUERY.sub(r"\1", " ".join(text.split()))[-600:]

@@ -113,7 +113,6 @@ def _lines(saved: str) -> Iterator[list[str]]:
 
 
 def _chain(words: list[str]) -> str:
-    """Return the name of a chain of Kubernetes that a line lists, or nothing."""
     match words:
         case [name, _, _] if name.startswith(":") and KUBERNETES.fullmatch(name[1:]):
             return name[1:]

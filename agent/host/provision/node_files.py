@@ -124,7 +124,6 @@ def _merged(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, An
 
 
 def _bootstrap(settings: NodeSettings) -> dict[str, Any]:
-    """Return the kubeconfig with which the kubelet asks for its certificate."""
     # The kubelet reads TOKEN_FILE again each minute, so a new token takes effect (client-go's
     # NewCachedFileTokenSource).
     user: dict[str, Any] = {"tokenFile": TOKEN_FILE}
@@ -527,7 +526,6 @@ def _host_name(machine: str, system: System) -> str:
 
 
 def _ca(node: NodeSettings, system: System) -> bytes:
-    """Return the CA certificates that the machine gets. Raises ConfigError."""
     try:
         content = system.read(node.ca_file)
     except OSError as error:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from agent.host.observe.machine import is_enabled, observe_units
-from agent.host.provision.apply import Progress, Tools, run
+from agent.host.provision.apply import Tools, run
 from agent.host.provision.host_settings import observe_host, restorable
+from agent.host.provision.image import Progress
 from agent.host.provision.network import Leftovers, leftovers, observe_network
 from agent.host.provision.node_files import NodeRecord
 from agent.host.provision.plan import (

@@ -13,10 +13,10 @@ from agent.host.apply.steps import given_token
 from agent.host.observe.machine import is_enabled
 from agent.host.plan.goal import Plan, plan
 from agent.host.provision import preflight
-from agent.host.provision.apply import Progress, Tools, run, run_together
+from agent.host.provision.apply import Tools, run, run_together
 from agent.host.provision.binaries import wanted_binaries
 from agent.host.provision.host_settings import NO_SWAP, host_changes, host_goal, host_problems, observe_host
-from agent.host.provision.image import PLAIN_IMAGE, choose_image, go_architecture, inspect
+from agent.host.provision.image import PLAIN_IMAGE, Progress, choose_image, go_architecture, inspect
 from agent.host.provision.network import observe_network
 from agent.host.provision.node_files import (
     OF_REGISTRATION,
@@ -88,21 +88,23 @@ def gpu_labels(grants: Iterable[Grant], facts: Facts, system: System) -> dict[st
 # Says which changes of the configuration or of the host have no effect on nodes that exist already.
 
 
-def node_remark(node: NodeFacts, config: Config, system: System) -> str:
+def node_remark(machine: str, record: NodeRecord, config: Config, system: System) -> str:
     """Return which settings and inputs have changed since a node was made, and what to do; empty if none has."""
-    changed = (*_changed(node, config), *_changed_inputs(node, config, system))
-    if not changed or not isinstance(node.record, NodeRecord):
+    changed = (*_changed(machine, record, config), *changed_inputs(record, machine, config, system))
+    if not changed:
         return ""
-    name, again = node.record.node, f"run `unbounded-agent up --rebuild {node.machine}`"
+    again, new_name = f"run `unbounded-agent up --rebuild {machine}`", record.node
+    with suppress(AgentError, OSError):
+        new_name = node_names(config, system)[machine]
     if not set(OF_REGISTRATION).isdisjoint(changed):
-        delete = f"first run `kubectl delete node {name}`, because an existing Node keeps its labels and taints"
+        delete = f"first run `kubectl delete node {record.node}`, because an existing Node keeps its labels and taints"
         again = f"{delete}; then {again}"
-    elif _name(node.machine, config, system) not in ("", name):
-        again += f", then `kubectl delete node {name}`: it joins as another Node"
-    return f"node {name} was made with other settings: {', '.join(changed)}; {again}"
+    elif new_name != record.node:
+        again += f", then `kubectl delete node {record.node}`: it joins as another Node"
+    return f"node {record.node} was made with other settings: {', '.join(changed)}; {again}"
 
 
-def swap_remark(nodes: Iterable[NodeFacts], found: Seen[AsFound], config: Config, system: System) -> str:
+def swap_remark(nodes: Mapping[str, NodeRecord], found: Seen[AsFound], config: Config, system: System) -> str:
     """Return a sentence if the settings now keep swap, but an earlier `up` has turned swap off.
 
     The sentence says that swap stays off, and how to turn it on. Otherwise, return an empty string. Also return an
@@ -111,7 +113,7 @@ def swap_remark(nodes: Iterable[NodeFacts], found: Seen[AsFound], config: Config
     """
     files = found.host.files if isinstance(found, AsFound) else {}
     ours = NO_SWAP in files and files[NO_SWAP] is None and system.exists(NO_SWAP)
-    if not ours or host_goal(config).swap_off or any(SWAP in _changed(node, config) for node in nodes):
+    if not ours or host_goal(config).swap_off or any(SWAP in _changed(*node, config) for node in nodes.items()):
         return ""
     return (
         f'host.swap is "keep", but swap stays off, as an earlier `up` left it: to use it again, run `rm {NO_SWAP} && '
@@ -119,20 +121,9 @@ def swap_remark(nodes: Iterable[NodeFacts], found: Seen[AsFound], config: Config
     )
 
 
-def _name(machine: str, config: Config, system: System) -> str:
-    """Return the name that the Node of a machine would get now; empty if it is unknown."""
-    with suppress(AgentError, OSError):
-        return node_names(config, system)[machine]
-    return ""
-
-
-def _changed(node: NodeFacts, config: Config) -> tuple[str, ...]:
-    settings = config.machines[node.machine].node
-    return changed_settings(node.record, settings) if settings and isinstance(node.record, NodeRecord) else ()
-
-
-def _changed_inputs(node: NodeFacts, config: Config, system: System) -> tuple[str, ...]:
-    return changed_inputs(node.record, node.machine, config, system) if isinstance(node.record, NodeRecord) else ()
+def _changed(machine: str, record: NodeRecord, config: Config) -> tuple[str, ...]:
+    settings = config.machines[machine].node
+    return changed_settings(record, settings) if settings else ()
 
 
 class NodeWork(Struct, frozen=True):
@@ -202,8 +193,12 @@ class Provisioner(Struct, frozen=True):
         record = tuple(each for each in steps if isinstance(each, RecordHost))
         change = tuple(each for each in steps if each not in record)
         checks += [check for node in nodes for check in node.checks]
-        made = [node.facts for node in nodes if not node.make and must_make_root(node.facts) is False]
-        remarks = [node_remark(each, self.config, self.system) for each in made]
+        made = {
+            node.machine: node.facts.record
+            for node in nodes
+            if isinstance(node.facts.record, NodeRecord) and not node.make and must_make_root(node.facts) is False
+        }
+        remarks = [node_remark(*each, self.config, self.system) for each in made.items()]
         remarks.append(swap_remark(made, host.found, self.config, self.system))
         return Work(tuple(checks), record, change, nodes, tuple(filter(None, remarks)))
 
@@ -402,7 +397,6 @@ def as_if_made(names: tuple[str, ...], facts: Facts) -> Facts:
 
 
 def _needs_vendor_image(machine: str, planned: Plan) -> bool:
-    """Return whether the machine's GPUs need programs of their vendor in the machine."""
     return any(host_vendor(grant.vendor).image != PLAIN_IMAGE for grant in _grants(machine, planned) if grant.gpus)
 
 

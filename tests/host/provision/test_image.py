@@ -14,8 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent.config.settings import ImageSettings
-from agent.host.provision.fetch_errors import explained
-from agent.host.provision.image import choose_image, inspect, unpack
+from agent.host.provision.image import choose_image, explained, inspect, unpack
 from agent.model.errors import AgentError, ApplyError, ConfigError, ExitCodeError, ObservationError, UnsupportedError
 from agent.model.node import NodeImage
 from agent.system.copy import DOOR
