@@ -10,6 +10,8 @@ from integration.faults_suite import fuzz, parsers
 REPOSITORY = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "agent.model.json_document.parse_document",
+    # Called by parsers that are.
+    "agent.model.json_document.parse_json",
     # Called by three that are.
     "agent.model.toml_document.parse_toml",
     # They take what Python's JSON parser returned.
