@@ -1,9 +1,11 @@
 """Fixtures of the machine half's tests."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.fakes.clock import Clock
 from tests.fakes.machine import Machine, gpu_machine
 
 
@@ -11,3 +13,9 @@ from tests.fakes.machine import Machine, gpu_machine
 def machine(tmp_path: Path) -> Machine:
     """A machine with two GPUs, before its first run."""
     return gpu_machine(tmp_path / "machine")
+
+
+@pytest.fixture
+def later(clock: Clock) -> Callable[[float], None]:
+    """Return a function by which seconds pass."""
+    return clock.sleep

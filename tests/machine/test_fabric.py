@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +16,6 @@ from tests.fakes.machine import GPUS, REQUEST, Machine, fabric_rows, hang
 
 MINUTE = 60.0
 QUERY = "nvidia-smi of fabric"
-
-
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function by which seconds pass."""
-    passed, monotonic = [0.0], time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + sum(passed))
-    return passed.append
 
 
 def asked(machine: Machine) -> bool:

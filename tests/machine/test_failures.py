@@ -3,7 +3,6 @@
 import errno
 import itertools
 import json
-import time
 from collections.abc import Callable
 
 import pytest
@@ -19,14 +18,6 @@ MINUTE = 60.0
 SPEC = spec_file("nvidia")
 MANAGEMENT = RECORDED.parent / "nvidia-ctk-1.19.1-mode-management.json"
 GPU_STATES = f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}"
-
-
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function by which seconds pass."""
-    passed, monotonic = [0.0], time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + sum(passed))
-    return passed.append
 
 
 def without_a_gpu(machine: Machine) -> None:

@@ -1,7 +1,6 @@
 """Which links are made, replaced, left alone and removed."""
 
 import contextlib
-import time
 from collections.abc import Callable
 
 import pytest
@@ -259,11 +258,10 @@ def test_a_directory_that_ldconfig_does_not_search(machine: Machine) -> None:
     "change", ["/etc/ld.so.conf.d/driver.conf", "/etc/ld.so.conf", "/etc/ld.so.cache", "the handoff"]
 )
 def test_ldconfig_that_does_not_help_becomes_rare(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, change: str
+    machine: Machine, later: Callable[[float], None], change: str
 ) -> None:
     """It ran, and wrote the loader cache, each minute. A change of what it depends on is not missed."""
-    passed, monotonic, attempts = [0.0], time.monotonic, []
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + sum(passed))
+    attempts = []
 
     def useless(argv: tuple[str, ...]) -> Completed:
         if argv == ("ldconfig",):
@@ -277,7 +275,7 @@ def test_ldconfig_that_does_not_help_becomes_rare(
         run(machine)
         assert machine.conditions()["LibrariesLinked"] == ("False", "NotInLoaderCache")
         attempts += [minute] if ("ldconfig",) in machine.calls else []
-        passed.append(60.0)
+        later(60.0)
     assert attempts == [0, 1, 2, 4, 8, 16, 26]
     machine.program("ldconfig", working)
     if change == "the handoff":
