@@ -214,18 +214,21 @@ class Reconciler(Struct):
         return facts, planned, diff(planned, facts, self._acknowledged(facts, planned))
 
     def _acknowledged(self, facts: Facts, planned: Plan) -> Acknowledged:
-        """Return what the machines' reports confirm."""
+        """Return what the machines' reports confirm. An unexpected error becomes a fault of the machine."""
         goals, now = {goal.name: goal for goal in planned.goal.machines}, time.monotonic()
         released, missing_nodes, forbidden, faults = set(), set(), set(), {}
         for machine in (each for each in facts.machines if each.name in goals):
             goal, report = goals[machine.name], machine.report
-            if isinstance(report, Fault):
-                faults[machine.name] = report
+            try:
+                if isinstance(report, Fault):
+                    faults[machine.name], report = report, Broken(report.why)
+                released |= {machine.name} if answers.released(machine, goal, report, now) else set()
+                missing_nodes |= {machine.name} if answers.reports_missing_nodes(goal, report) else set()
+                forbidden |= {machine.name} if answers.reports_forbidden_nodes(goal, report) else set()
+            except Exception as error:
+                faults[machine.name] = broken = fault("use its report", error)
                 # Treat the report as malformed, so that an error here does not keep permissions in force.
-                report = Broken(report.why)
-            released |= {machine.name} if answers.released(machine, goal, report, now) else set()
-            missing_nodes |= {machine.name} if answers.reports_missing_nodes(goal, report) else set()
-            forbidden |= {machine.name} if answers.reports_forbidden_nodes(goal, report) else set()
+                released |= {machine.name} if answers.released(machine, goal, Broken(broken.why), now) else set()
         return Acknowledged(released, missing_nodes, forbidden, faults, now)
 
     def run_pass(self, *, by_hand: Collection[str] = ()) -> Outcome:
