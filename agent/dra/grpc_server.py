@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from agent.dra.grpc import Code, Connection, ConnectionLostError, Method, RpcError, Unary
 from agent.model.errors import AgentError
-from agent.system import files
+from agent.system import opening
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class ListeningSocket:
 
 def _open_below(base: str, directories: list[str]) -> int:
     """Return a descriptor of a directory below `base`. Creates what is missing, and puts aside what is no directory."""
-    descriptor, path = files.open_probe(base), base
+    descriptor, path = opening.open_probe(base), base
     for name in directories:
         outer, path = descriptor, f"{path}/{name}"
         try:
@@ -133,7 +133,7 @@ def _open_directory(outer: int, name: str, path: str) -> int:
     place = f"/proc/self/fd/{outer}/{name}"
     for _ in range(ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
-            descriptor = files.open_probe(place, follow=False)
+            descriptor = opening.open_probe(place, follow=False)
             if stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 return descriptor
             os.close(descriptor)
@@ -146,7 +146,7 @@ def _open_directory(outer: int, name: str, path: str) -> int:
 def _is_left_over(place: str) -> bool:
     """Return whether a file is a socket on which nobody listens."""
     try:
-        probe = files.open_probe(place, follow=False)
+        probe = opening.open_probe(place, follow=False)
     except FileNotFoundError:
         return False
     try:

@@ -35,7 +35,7 @@ from agent.dra.grpc_server import Admit, Limits, ListeningSocket, Server
 from agent.dra.inventory import Device
 from agent.model.errors import AgentError, DocumentError
 from agent.model.text import one_line
-from agent.system import files
+from agent.system import opening
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -121,7 +121,7 @@ def _peer_process(connection: socket.socket) -> int:
         process: int = CREDENTIALS.unpack(raw)[0]
         return process
     try:
-        lines = files.attribute(f"/proc/self/fdinfo/{pidfd}").decode().splitlines()
+        lines = opening.attribute(f"/proc/self/fdinfo/{pidfd}").decode().splitlines()
     finally:
         os.close(pidfd)
     # -1 for a process that has ended (proc(5)).

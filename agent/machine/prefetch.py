@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from threading import Lock
 
-from agent.model.handoff import HANDOFF_VERSION
-from agent.model.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, spec_directory
-from agent.system import files
+from agent.model.paths import HANDOFF_NAME, HANDOFF_VERSION, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, spec_directory
+from agent.system import opening
 from agent.system.deadlines import bounded
 from agent.system.process import KILL_MARGIN, Completed, Program, TimeLimitError, host_runner
 from agent.vendors.nvidia.command import generate_command
@@ -122,7 +121,7 @@ def _claim(generation: str, root: str) -> bool:
             return False
         os.unlink(mark)
     os.makedirs(f"{root}{MACHINE_STATE}", exist_ok=True)
-    with files.new_file(mark) as file:
+    with opening.new_file(mark) as file:
         file.write(generation.encode())
     return True
 
@@ -137,4 +136,4 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 
 def _content(path: str) -> bytes:
-    return files.content(files.open_probe(path), path, LIMIT)[0]
+    return opening.content(opening.open_probe(path), path, LIMIT)[0]

@@ -12,13 +12,12 @@ from typing import NamedTuple
 from agent.model.conditions import Condition, ConditionType
 from agent.model.errors import DocumentError
 from agent.model.json_document import HOST, IMAGE, accept_version, decode, get, parse_object, plain
-from agent.model.paths import HANDOFF_NAME
+from agent.model.paths import HANDOFF_NAME, HANDOFF_VERSION
 from agent.model.text import MESSAGE_LIMIT, json_digest, one_line, printable
 
 # Versions of the handoff's and the report's format. Pure, and without imports, because it is loaded early.
 
 
-HANDOFF_VERSION = 1
 REPORT_VERSION = 1
 
 

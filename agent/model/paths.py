@@ -91,6 +91,8 @@ CDI_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
 """Directories in the machine where container runtimes look for CDI specifications. The last one takes precedence
 (cdi.DefaultSpecDirs)."""
 HANDOFF_NAME = "handoff.json"
+HANDOFF_VERSION = 1
+"""The version of that document (agent.model.handoff). It is here for agent.machine.prefetch, which loads little."""
 CONDITIONS_NAME = "conditions.json"
 REPORT_NAME = "report.json"
 TOKEN_NAME = "bootstrap-token"

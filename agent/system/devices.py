@@ -16,7 +16,7 @@ from agent.model.device import PCI_ADDRESS
 from agent.model.facts import ACCELERATOR, BRIDGE_OTHER, DISPLAY, ENCRYPTION, DrmDevice, PciDevice, Seen, Unseen
 from agent.model.paths import PCI_DEVICES
 from agent.model.text import whole_number
-from agent.system import files
+from agent.system import opening
 from agent.system.files import NOT_FOUND, System
 from agent.system.trust import entries_if_present
 
@@ -279,7 +279,7 @@ def open_kernel_log(path: str = PATH, after: int | None = None) -> KernelLog:
     """
     # Do not begin at the end (SEEK_END): the current sequence number is known only after a record was read, and the
     # next record may come much later.
-    return KernelLog(files.stream(path), after=after)
+    return KernelLog(opening.stream(path), after=after)
 
 
 def parse_record(record: bytes) -> tuple[int | None, str | None]:

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import errno
 import hashlib
-import io
 import os
 import re
 import socket
@@ -21,6 +20,17 @@ from agent.model.device import DeviceNumber, FileIdentity
 from agent.model.errors import BusError
 from agent.model.paths import RUNTIME, STATE
 from agent.system import removal, statx
+from agent.system.opening import (
+    attribute,
+    content,
+    lock_file,
+    new_file,
+    open_probe,
+    plain,
+    regular,
+    sync_directory,
+    write_existing,
+)
 from agent.system.process import ENVIRONMENT, Bus, Runner, run_checked
 
 # Observes paths below a root prefix, so that tests can observe recorded hosts.
@@ -55,116 +65,6 @@ def _link_text(place: str) -> str | None:
         if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):
             return None
         raise
-
-
-# Opens files without blocking. Only `stream` may open a device.
-#
-# DOORS in tests/project/test_layers.py lists the few other modules that may open files.
-#
-# Machines, pods and users can put anything where the agent reads. Opening a FIFO waits for its writer, opening a
-# watchdog starts it, and a write lease (F_SETLEASE in fcntl(2)) blocks an open for 45 s.
-
-
-PART = 64 << 10
-"""Bytes that are read at once of a file whose size is unknown. For larger parts, Python would map new memory."""
-LEASED = "another process holds a lease on it"
-
-
-def open_probe(place: str, *, follow: bool = True) -> int:
-    """Return a descriptor with which a file can be inspected, but not read (O_PATH).
-
-    This breaks no lease and starts no device.
-    """
-    return os.open(place, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
-
-
-def sync_directory(place: str) -> None:
-    """Make renames, new names and removals in a directory durable."""
-    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def regular(probe: int, path: str) -> io.BufferedReader:
-    """Open, for reading, the file behind a descriptor from `open_probe`. Raises OSError unless the file is regular."""
-    return open(_regular(probe, os.fstat(probe).st_mode, path), "rb")
-
-
-def _regular(probe: int, mode: int, path: str) -> int:
-    if stat.S_ISLNK(mode):
-        raise OSError(errno.ELOOP, "a symbolic link", path)
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "not a regular file", path)
-    try:
-        # This opens the file that `open_probe` found, even if its name belongs to another file now.
-        return stream(f"/proc/self/fd/{probe}")
-    except BlockingIOError as error:
-        raise BlockingIOError(error.errno, LEASED, path) from None
-
-
-def plain(place: str) -> io.BufferedReader:
-    """Open, for reading, a regular file that only the kernel, the agent or an administrator writes. Raises OSError."""
-    probe = open_probe(place)
-    try:
-        return regular(probe, place)
-    finally:
-        os.close(probe)
-
-
-def content(probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[bytes, float]:
-    """Return the content and the change time (seconds since the epoch) of the file behind an O_PATH descriptor.
-
-    If the file has more than `limit` bytes, raises OSError (EFBIG) or, if not `whole`, returns the first `limit` bytes.
-    Callers take a file's age from its change time, because its writer can set the modification time. Closes `probe`.
-    """
-    try:
-        status = os.fstat(probe)
-        descriptor = _regular(probe, status.st_mode, path)
-    finally:
-        os.close(probe)
-    try:
-        found = _beginning(descriptor, status.st_size, limit + 1)
-    finally:
-        os.close(descriptor)
-    if whole and len(found) > limit:
-        raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
-    return found[:limit], status.st_ctime
-
-
-def _beginning(descriptor: int, size: int, limit: int) -> bytes:
-    """Return at most `limit` bytes of a file whose size is `size`, or is unknown: procfs says 0, and sysfs 4096."""
-    found = os.read(descriptor, min(size + 1 if size else PART, limit))
-    if 0 < len(found) == size:
-        return found
-    parts, missing = [found], limit - len(found)
-    while parts[-1] and missing:
-        parts.append(os.read(descriptor, min(PART, missing)))
-        missing -= len(parts[-1])
-    return b"".join(parts)
-
-
-def stream(place: str) -> int:
-    """Open a file for reading or polling. Neither the open nor a later read(2) blocks."""
-    return os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-
-
-def attribute(place: str) -> bytes:
-    """Return the first 4096 bytes of a file in sysfs or procfs."""
-    descriptor = stream(place)
-    try:
-        return os.read(descriptor, 4096)
-    except OSError as error:
-        # An error of read(2) has no path.
-        raise OSError(error.errno, error.strerror, place) from None
-    finally:
-        os.close(descriptor)
-
-
-def new_file(place: str) -> io.BufferedWriter:
-    """Create a file for writing, which only its owner may read whatever the umask. Raises FileExistsError."""
-    return open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb")
 
 
 if TYPE_CHECKING:
@@ -621,12 +521,7 @@ class System:
 
     def write_kernel(self, path: str, value: str) -> None:
         """Write to an existing file of the kernel, such as one in /proc/sys."""
-        descriptor = os.open(self._at(path), os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        try:
-            # One system call: procfs takes each call as a whole value.
-            os.write(descriptor, value.encode())
-        finally:
-            os.close(descriptor)
+        write_existing(self._at(path), value.encode())
 
     def link(self, path: str, target: str) -> None:
         """Make a symbolic link atomically. The link replaces anything but a directory."""
@@ -669,9 +564,7 @@ class System:
 
     def open_lock(self, path: str) -> int:
         """Return a descriptor of a lock file, which no other user may open. It is made if it is missing."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-        place = self._at(path, follow=False)
-        return os.open(place, flags, 0o600)
+        return lock_file(self._at(path, follow=False))
 
     def put_aside(self, path: str) -> str:
         """Rename whatever is in the place of one of the agent's files, and return its new path."""

@@ -6,7 +6,7 @@ import socket
 import struct
 import sys
 
-from agent.system import files
+from agent.system import opening
 from agent.system.files import UCRED_SIZE
 
 TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
@@ -29,7 +29,7 @@ def listening_user(port: int) -> int | None:
     CAP_SYS_PTRACE.
     """
     for table in TCP_TABLES:
-        with contextlib.suppress(OSError), files.plain(table) as lines:
+        with contextlib.suppress(OSError), opening.plain(table) as lines:
             for line in lines:
                 # The fields are number, local address (hexadecimal, a colon before the port), remote address, state,
                 # queues, timer, retransmissions and user (proc(5)).

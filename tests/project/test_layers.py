@@ -68,7 +68,7 @@ OPENING = re.compile(r"(io\.|os\.)?open|os\.(fdopen|popen|mkfifo|mknod|walk|fwal
 OPENING_METHODS = {"read_bytes", "write_bytes", "write_text"}
 """pathlib's. Its read_text has the same name as ours, so pathlib itself is refused."""
 OPENING_MODULES = {"codecs", "fileinput", "glob", "linecache", "mmap", "pathlib", "shelve", "shutil", "tempfile"}
-DOORS = {"system/files.py", "system/removal.py", "machine/open_nodes.py"}
+DOORS = {"system/opening.py", "system/removal.py", "machine/open_nodes.py"}
 """Modules that may open files. One opens directories to remove them; one opens device nodes to test them, in a child
 that may hang."""
 

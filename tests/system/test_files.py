@@ -10,7 +10,8 @@ import pytest
 
 from agent.model.errors import BusError
 from agent.system.copy import Copies
-from agent.system.files import System, new_file
+from agent.system.files import System
+from agent.system.opening import new_file
 from agent.system.process import host_runner
 from tests.fakes.no_process import no_process
 

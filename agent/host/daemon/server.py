@@ -20,7 +20,7 @@ from msgspec import Struct, field
 
 from agent.model.errors import AgentError
 from agent.model.text import one_line
-from agent.system import files
+from agent.system import opening
 from agent.system.sockets import listening_user, peer_user
 
 log = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ def listen_locally(directory: str, name: str) -> socket.socket:
     """
     listening = socket.socket(socket.AF_UNIX)
     try:
-        descriptor = files.open_probe(directory)
+        descriptor = opening.open_probe(directory)
         try:
             # Use the directory's descriptor: the path may be too long for sun_path, which has room for 107 bytes.
             path = f"/proc/self/fd/{descriptor}/{name}"

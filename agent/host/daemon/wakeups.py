@@ -22,7 +22,7 @@ from agent.model.goal import in_words
 from agent.model.handoff import SIZE_LIMIT
 from agent.model.paths import MACHINED_STATE, MACHINES_RUNTIME, REPORT_NAME, RUNTIME, WAKE, report_directory
 from agent.model.text import one_line, sha256
-from agent.system import files, inotify
+from agent.system import inotify, opening
 from agent.system.devices import CONTROL, Event, Monitor, udev_monitor
 from agent.system.files import System
 from agent.vendors.host_vendor import HostVendor
@@ -295,7 +295,7 @@ class Directories:
     def open(self) -> None:
         self._inotify = inotify.Inotify()
         if self._with_mounts:
-            self._mounts = files.stream(MOUNTS)
+            self._mounts = opening.stream(MOUNTS)
         self._watch(self._inotify)
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ from agent.model.paths import (
     staged_prefix,
 )
 from agent.model.text import sha256
-from agent.system import files
+from agent.system import opening
 from agent.system.copy import CHUNK, clear, refuse_mounts
 from agent.system.files import System
 from agent.system.network import NetworkSource
@@ -214,7 +214,7 @@ def _put(binary: NodeBinary, root: System, system: System) -> dict[str, tuple[st
     """
     path = cached(binary, BINARIES)
     if not binary.archive:
-        with files.plain(system.full_path(path)) as reading:
+        with opening.plain(system.full_path(path)) as reading:
             root.stream(binary.path, iter(partial(reading.read, CHUNK), b""), 0o755)
         return {binary.path: (binary.sha256, system.identity(path).size)}
     programs = put_programs(binary, system.full_path(path), root)

@@ -20,7 +20,7 @@ from typing import BinaryIO, Literal, Protocol
 from agent.config.settings import NodeSettings
 from agent.model.errors import ApplyError
 from agent.model.node import Archive, NodeBinary
-from agent.system import files
+from agent.system import opening
 from agent.system.deadlines import bounded
 from agent.system.files import System, temporary_path
 from agent.system.http import open_url
@@ -115,7 +115,7 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
     system.remove_tree(path)
     temporary = temporary_path(path)
     try:
-        with files.new_file(system.full_path(temporary)) as file:
+        with opening.new_file(system.full_path(temporary)) as file:
             remote = "://" in binary.source
             digest = _download(binary, file, limit) if remote else _copy_from_bundle(binary, file, system)
             file.flush()
@@ -135,7 +135,7 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
 def _digest_of(path: str, system: System) -> str:
     """Return the SHA-256 digest of a file in the cache; empty if the file is missing or unusable."""
     try:
-        with files.plain(system.full_path(path)) as file:
+        with opening.plain(system.full_path(path)) as file:
             return _copy(path, file, None)
     except (ApplyError, OSError):
         # Raise no error, because `fetch` replaces what is there, even a directory or a huge file. The ApplyError of
@@ -145,7 +145,7 @@ def _digest_of(path: str, system: System) -> str:
 
 def _copy_from_bundle(binary: NodeBinary, file: BinaryIO, system: System) -> str:
     try:
-        source = files.plain(system.full_path(binary.source))
+        source = opening.plain(system.full_path(binary.source))
     except OSError as error:
         raise ApplyError(
             f"{binary.source}: {error.strerror}", "put the file there, or change binaries.bundle"
@@ -295,7 +295,7 @@ def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple
     """
     found: dict[str, tuple[str, int]] = {}
     try:
-        with files.plain(path) as file, gzip.GzipFile(fileobj=file) as content:
+        with opening.plain(path) as file, gzip.GzipFile(fileobj=file) as content:
             for name, program in _programs(_Ahead(content)):
                 if binary.archive == "programs":
                     found |= _put(program, f"{binary.path}/{name}", root)

@@ -25,7 +25,7 @@ from agent.model.json_document import get, objects, parse_object, require_object
 from agent.model.node import NodeImage
 from agent.model.paths import PARTIAL
 from agent.model.text import sha256
-from agent.system import files
+from agent.system import opening
 from agent.system.copy import clear
 from agent.system.files import System
 
@@ -321,7 +321,7 @@ def _check_layers(image: NodeImage, partial: str, system: System) -> None:
     until = time.monotonic() + UNPACK_LIMIT
     for layer, kind in objects(index, manifest, "layers", _layer_of):
         try:
-            with files.plain(system.full_path(_unpacking_blob(partial, layer))) as file:
+            with opening.plain(system.full_path(_unpacking_blob(partial, layer))) as file:
                 # As umoci, do not look at the content: the same bytes may be a tar archive, and compressed.
                 content = gzip.GzipFile(fileobj=file) if kind.endswith("+gzip") else file
                 for name, size, *_ in entries(content):

@@ -1,0 +1,128 @@
+"""Opens files without blocking. Only `stream` may open a device.
+
+DOORS in tests/project/test_layers.py lists the few other modules that may open files.
+
+Machines, pods and users can put anything where the agent reads. Opening a FIFO waits for its writer, opening a
+watchdog starts it, and a write lease (F_SETLEASE in fcntl(2)) blocks an open for 45 s.
+"""
+
+import errno
+import io
+import os
+import stat
+
+PART = 64 << 10
+"""Bytes that are read at once of a file whose size is unknown. For larger parts, Python would map new memory."""
+LEASED = "another process holds a lease on it"
+
+
+def open_probe(place: str, *, follow: bool = True) -> int:
+    """Return a descriptor with which a file can be inspected, but not read (O_PATH).
+
+    This breaks no lease and starts no device.
+    """
+    return os.open(place, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+
+
+def sync_directory(place: str) -> None:
+    """Make renames, new names and removals in a directory durable."""
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def regular(probe: int, path: str) -> io.BufferedReader:
+    """Open, for reading, the file behind a descriptor from `open_probe`. Raises OSError unless the file is regular."""
+    return open(_regular(probe, os.fstat(probe).st_mode, path), "rb")
+
+
+def _regular(probe: int, mode: int, path: str) -> int:
+    if stat.S_ISLNK(mode):
+        raise OSError(errno.ELOOP, "a symbolic link", path)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    try:
+        # This opens the file that `open_probe` found, even if its name belongs to another file now.
+        return stream(f"/proc/self/fd/{probe}")
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, LEASED, path) from None
+
+
+def plain(place: str) -> io.BufferedReader:
+    """Open, for reading, a regular file that only the kernel, the agent or an administrator writes. Raises OSError."""
+    probe = open_probe(place)
+    try:
+        return regular(probe, place)
+    finally:
+        os.close(probe)
+
+
+def content(probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[bytes, float]:
+    """Return the content and the change time (seconds since the epoch) of the file behind an O_PATH descriptor.
+
+    If the file has more than `limit` bytes, raises OSError (EFBIG) or, if not `whole`, returns the first `limit` bytes.
+    Callers take a file's age from its change time, because its writer can set the modification time. Closes `probe`.
+    """
+    try:
+        status = os.fstat(probe)
+        descriptor = _regular(probe, status.st_mode, path)
+    finally:
+        os.close(probe)
+    try:
+        found = _beginning(descriptor, status.st_size, limit + 1)
+    finally:
+        os.close(descriptor)
+    if whole and len(found) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
+    return found[:limit], status.st_ctime
+
+
+def _beginning(descriptor: int, size: int, limit: int) -> bytes:
+    """Return at most `limit` bytes of a file whose size is `size`, or is unknown: procfs says 0, and sysfs 4096."""
+    found = os.read(descriptor, min(size + 1 if size else PART, limit))
+    if 0 < len(found) == size:
+        return found
+    parts, missing = [found], limit - len(found)
+    while parts[-1] and missing:
+        parts.append(os.read(descriptor, min(PART, missing)))
+        missing -= len(parts[-1])
+    return b"".join(parts)
+
+
+def stream(place: str) -> int:
+    """Open a file for reading or polling. Neither the open nor a later read(2) blocks."""
+    return os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+
+
+def attribute(place: str) -> bytes:
+    """Return the first 4096 bytes of a file in sysfs or procfs."""
+    descriptor = stream(place)
+    try:
+        return os.read(descriptor, 4096)
+    except OSError as error:
+        # An error of read(2) has no path.
+        raise OSError(error.errno, error.strerror, place) from None
+    finally:
+        os.close(descriptor)
+
+
+def new_file(place: str) -> io.BufferedWriter:
+    """Create a file for writing, which only its owner may read whatever the umask. Raises FileExistsError."""
+    return open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb")
+
+
+def write_existing(place: str, value: bytes) -> None:
+    """Write to an existing file in one system call: procfs takes each call as a whole value."""
+    descriptor = os.open(place, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, value)
+    finally:
+        os.close(descriptor)
+
+
+def lock_file(place: str) -> int:
+    """Return a descriptor of a lock file, which no other user may open. It is made if it is missing."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    return os.open(place, flags, 0o600)
