@@ -113,5 +113,9 @@ def unordered(text: str) -> str:
         live = json.loads(content)
     except ValueError:
         return text
-    kept = {key: sorted(value) if isinstance(value, list) else value for key, value in live.items() if key != "rebound"}
+    kept = {
+        key: sorted(value, key=json.dumps) if isinstance(value, list) else value
+        for key, value in live.items()
+        if key != "rebound"
+    }
     return f"{mode} {json.dumps(kept | {'kept_since': bool(live.get('kept_since'))}, sort_keys=True)}"
