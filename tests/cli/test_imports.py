@@ -110,3 +110,10 @@ def test_loading_kernel_modules_needs_no_pass(tmp_path: Path) -> None:
     assert names & COMMANDS == {"agent.cli.load_modules"}
     assert "agent.host.reconcile" not in names
     assert names & SERVICE == set()
+
+
+@pytest.mark.processes
+def test_the_steps_of_up_need_no_netlink_until_the_network_is_observed() -> None:
+    """`plan` shows these steps; loading pyroute2 takes more processor time than all else that a command loads."""
+    names = loaded_by("import agent.host.provision.up, agent.system.network")
+    assert {name for name in names if name.startswith("pyroute2")} == set()

@@ -325,7 +325,7 @@ def _read_record(system: System) -> dict[str, str]:
     return {} if isinstance(found, Absent | Broken) else found.files
 
 
-# Publishes what a machine is told next to its handoff, so that a change of it makes no handoff pending.
+# Publishes the documents next to the handoff. A change of one of them does not make the handoff pending.
 
 
 FRESH = 45.0

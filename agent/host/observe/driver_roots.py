@@ -157,7 +157,7 @@ def _next_index(taken: set[int], system: System, *, protected: bool) -> int:
 
 # Finds driver roots whose files have the same content as the host's files, but other times of modification.
 #
-# That happens after a reinstallation of the driver: without this module, the whole driver would be staged again.
+# That happens after a reinstallation of the driver: without this, the whole driver would be staged again.
 #
 # The agent compares the content once. If the content is the same, the agent records the new times.
 
