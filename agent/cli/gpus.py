@@ -24,7 +24,7 @@ from agent.host.verify.answers import STALE_AFTER, names_handoff
 from agent.host.verify.gpu_states import LOST, gpu_state
 from agent.model.conditions import ConditionType, Reason, Status
 from agent.model.device import as_in_sysfs
-from agent.model.errors import AgentError, ConfigError, ObservationError
+from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import (
     Absent,
     Broken,
@@ -79,7 +79,7 @@ def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
 def find_gpu(address: str, facts: Facts) -> Gpu:
     """Return the GPU with this PCI address or UUID.
 
-    Raises ConfigError if there is none, and ObservationError if a vendor's devices cannot be listed.
+    Raises ConfigError if there is none, and AgentError if a vendor's devices cannot be listed.
     """
     known = _known(facts)
     found = named(address, known.values())
@@ -97,10 +97,10 @@ def named(word: str, gpus: Iterable[T]) -> T | None:
 
 
 def _known(facts: Facts) -> dict[str, Gpu]:
-    """Return the GPUs by address. Raises ObservationError if a vendor's devices cannot be listed."""
+    """Return the GPUs by address. Raises AgentError if a vendor's devices cannot be listed."""
     for vendor in facts.vendors:
         if not isinstance(vendor.devices, tuple):
-            raise ObservationError(vendor.devices.why, "without this list, a GPU's users cannot be found")
+            raise AgentError(vendor.devices.why, "without this list, a GPU's users cannot be found")
     return {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
 
 
@@ -275,7 +275,7 @@ def _pci_id(system: System, gpu: Gpu) -> str:
 def granted_to(address: str, facts: Facts, planned: Plan, config: Config) -> tuple[str, ...]:
     """Return the machines that have the GPU, would have it if it were not detached, or may still open it.
 
-    Raises ObservationError if a machine may run, or start, with the GPU, and its settings cannot be changed now.
+    Raises AgentError if a machine may run, or start, with the GPU, and its settings cannot be changed now.
     """
     for machine in facts.machines:
         # If a configured machine has ended, its settings can still be changed: they are written before its next start.
@@ -285,7 +285,7 @@ def granted_to(address: str, facts: Facts, planned: Plan, config: Config) -> tup
             address in granted_now.gpus if isinstance(granted_now, Granted) else not isinstance(granted_now, Absent)
         )
         if cannot_change and may_have:
-            raise ObservationError(f"cannot change machine {machine.name}: {planned.held[machine.name]}")
+            raise AgentError(f"cannot change machine {machine.name}: {planned.held[machine.name]}")
     # A machine that may still open the GPU counts too, even if it has been granted another GPU instead.
     devices = device_numbers(gpu_nodes(facts, address))
     permitted = {machine.name for machine in facts.machines if may_open(machine, devices)}
@@ -320,7 +320,7 @@ def run_forget(options: argparse.Namespace) -> int:
 def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
     """Forget the lost GPU at this address. Without an address, forget all lost GPUs, and acknowledge a damaged record.
 
-    Return lines that say what was forgotten. Raises ConfigError if no lost GPU has the address, and ObservationError
+    Return lines that say what was forgotten. Raises ConfigError if no lost GPU has the address, and AgentError
     if the record cannot be read.
     """
     with pass_lock(reconciler.system, reconciler.progress):
@@ -328,7 +328,7 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
         remembered = reconciler.preview()[1].goal.remembered
         if isinstance(remembered, Absent | Broken | Unseen):
             hint = "make this record of granted GPUs readable, then run the command again"
-            raise ObservationError(remembered.why, hint)
+            raise AgentError(remembered.why, hint)
         lost = {gpu.pci_address: gpu for gpu in remembered.gpus if gpu.lost}
         if address:
             gpu = named(address, lost.values())

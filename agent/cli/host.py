@@ -7,7 +7,7 @@ from agent.cli.parser import DIAGNOSES, LAST_GOOD, OPTIONAL, SAVES, find_command
 from agent.cli.printing import progress
 from agent.config.load import Loaded, last_good_identity, load_config, load_or_last_good
 from agent.config.settings import Config
-from agent.model.errors import ConfigError, NoMachinesError, UnsupportedError
+from agent.model.errors import AgentError, ConfigError, NoMachinesError
 from agent.model.paths import CONFIG_FILE
 from agent.system.bus import SystemBus
 from agent.system.files import System
@@ -22,11 +22,11 @@ def this_host(tool_runner: Runner | None = None) -> System:
 def load(options: argparse.Namespace, system: System) -> Loaded:
     """Return the configuration for a command.
 
-    Raises ConfigError, or UnsupportedError if only root may run the command, and this process does not run as root.
+    Raises ConfigError, or AgentError if only root may run the command, and this process does not run as root.
     """
     name, command = find_command(options)
     if command.root and os.geteuid() != 0:
-        raise UnsupportedError(
+        raise AgentError(
             "this command needs root rights",
             "run it with sudo; `plan`, `status`, `doctor` and `gpus list` work as any user",
         )

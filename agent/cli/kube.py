@@ -19,7 +19,7 @@ from agent.host.state.locks import machine_locks
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor
 from agent.model.conditions import Condition, ConditionType, Reason
 from agent.model.device import gives_gpus, is_zero
-from agent.model.errors import ApplyError, ConfigError, DocumentError
+from agent.model.errors import AgentError, ConfigError, DocumentError
 from agent.model.facts import Facts
 from agent.model.handoff import DRA
 from agent.model.json_document import parse_object
@@ -40,7 +40,7 @@ def manifests(names: Sequence[str], directory: str | None, system: System) -> in
     """Print the manifests of these names one after the other, or list all manifests if there are no names.
 
     With a directory, write the manifests there instead: those of these names, or all if there are no names. Raises
-    ConfigError for an unknown name, and ApplyError if a file there has other content: somebody may have edited it.
+    ConfigError for an unknown name, and AgentError if a file there has other content: somebody may have edited it.
     """
     known = [each.removesuffix(SUFFIX) for each in system.entries(DIRECTORY)]
     if unknown := [name for name in names if name not in known]:
@@ -53,7 +53,7 @@ def manifests(names: Sequence[str], directory: str | None, system: System) -> in
         return 0
     contents = {f"{os.path.abspath(directory)}/{name}{SUFFIX}": text.encode() for name, text in texts.items()}
     if changed := [path for path, each in contents.items() if system.exists(path) and system.read(path) != each]:
-        raise ApplyError(
+        raise AgentError(
             f"nothing was written, because these files have other content, perhaps edited: {', '.join(changed)}",
             "write into an empty directory, and compare the two with `diff -ru`; or name only manifests that are not "
             "there; to replace a file, remove it first",

@@ -24,7 +24,7 @@ from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import MachineOutcome, Outcome, Reconciler
 from agent.host.state.locks import COMMAND_WAIT, PASS_WAIT, locked, machine_locks
 from agent.model.conditions import ConditionType, Reason, Status
-from agent.model.errors import AgentError, ApplyError, ConfigError, NoMachinesError
+from agent.model.errors import AgentError, ConfigError, NoMachinesError
 from agent.model.facts import Absent
 from agent.model.node import Check
 from agent.model.paths import MACHINES_STATE, PROVISION_LOCK, machine_unit, nspawn_file, token_file, unit_drop_in
@@ -271,7 +271,7 @@ class _Joining(Struct):
         try:
             give_token_again(name, read_token(node.bootstrap_token, system), system)
         except OSError as error:
-            raise ApplyError(f"cannot {what}: {error.strerror}") from error
+            raise AgentError(f"cannot {what}: {error.strerror}") from error
         return ""
 
 

@@ -30,7 +30,7 @@ from agent.host.verify.gpu_states import gpu_states
 from agent.host.verify.readiness import Case, conditions, expected_gpus, lost_gpus
 from agent.model.conditions import Condition, ConditionType, Reason, Status, unknown, with_transitions
 from agent.model.contract import render_gpu_states
-from agent.model.errors import CommandError, UnsupportedError
+from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Broken, Facts, LiveSettings, Report
 from agent.model.goal import Cleanup, Done, Fault, RemoveStaleStaging, fault
 from agent.model.handoff import DRA, Repair
@@ -200,7 +200,7 @@ class Reconciler(Struct):
         facts = without_plain(observe(self.config, self.system, self.devices, self.memory))
         self.progress("")
         if isinstance(facts.systemd_version, int) and facts.systemd_version < SYSTEMD_MINIMUM:
-            raise UnsupportedError(
+            raise AgentError(
                 f"systemd {facts.systemd_version} is too old: the agent needs {SYSTEMD_MINIMUM} or newer",
                 "use Debian 12, Ubuntu 24.04 or newer as the host",
             )

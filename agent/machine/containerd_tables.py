@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from agent.model.errors import DocumentError, UnsupportedError
+from agent.model.errors import AgentError, DocumentError
 from agent.model.paths import CDI_DIRECTORIES
 from agent.model.text import dotted
 from agent.vendors.machine_vendor import RuntimeHandler
@@ -244,12 +244,12 @@ def covers(pattern: str, path: str) -> bool:
 def render(
     configuration: Configuration, containerd: tuple[int, ...], handler: RuntimeHandler | None, *, default: bool
 ) -> Table:
-    """Return the drop-in's content. Raises UnsupportedError if it cannot work with this containerd or its other files.
+    """Return the drop-in's content. Raises AgentError if it cannot work with this containerd or its other files.
 
     `containerd` is the program's version. `default` says whether the handler becomes the default runtime.
     """
     if containerd < OLDEST:
-        raise UnsupportedError(
+        raise AgentError(
             f"containerd {dotted(containerd)} is too old: {dotted(OLDEST)} is the first with CDI",
             "install a newer containerd in the image",
         )
@@ -257,14 +257,14 @@ def render(
     if version < 2:
         # Up to containerd 2.2, some settings of version 1 get lost, such as sandbox_image.
         prints = "dump` prints it in version 2" if containerd < (2, 0, 0) else "migrate` prints it in a newer version"
-        raise UnsupportedError(
+        raise AgentError(
             f"{MAIN} has version {version}, whose tables containerd no longer documents",
             f"in the machine, `containerd config {prints}: add the settings that are missing, and write it to {MAIN}",
         )
     for path, document in configuration.documents.items():
         disabled = document.get("disabled_plugins", [])
         if isinstance(disabled, list) and {"cri", CRI_2, CRI_3} & {str(each) for each in disabled}:
-            raise UnsupportedError(
+            raise AgentError(
                 f"{path} disables containerd's CRI plugin, so no kubelet can use it",
                 "remove cri from disabled_plugins",
             )
@@ -274,7 +274,7 @@ def render(
         path for path in configuration.loaded_later if at(configuration.imported[path], "plugins", cri_table(version))
     ]
     if last_file_wins and later:
-        raise UnsupportedError(
+        raise AgentError(
             f"{configuration.drop_in} is loaded before {', '.join(later)}, which would replace its table",
             "import that file earlier, under a name that sorts before the drop-in's, or move its settings into the "
             "main file",

@@ -15,7 +15,7 @@ from agent.machine.notes import Context, Notes, Owned, publications
 from agent.machine.vendors import GPU_NODES, VENDOR_NAMES
 from agent.model.conditions import Condition, ConditionType, Reason, false, not_applicable, true
 from agent.model.device import DeviceNumber, dri_link
-from agent.model.errors import AgentError, ApplyError
+from agent.model.errors import AgentError
 from agent.model.handoff import OTHER_DEVICES, GrantedDevice, Handoff, Request
 from agent.model.paths import spec_file
 from agent.model.text import counted, first_of
@@ -190,7 +190,7 @@ def _withdraw(system: System, path: str) -> None:
         # With --lazy, umount succeeds even while programs in the machine have the node open.
         system.run("umount", "--lazy", path)
     else:
-        raise ApplyError(f"{path}: unmounted {STACKED} stacked mounts, but there may be more")
+        raise AgentError(f"{path}: unmounted {STACKED} stacked mounts, but there may be more")
     # The mount point is an empty file. Any other file is not the agent's.
     if system.is_file(path) and not system.identity(path).size:
         system.remove(path)

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from agent import __version__
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, unknown
 from agent.model.contract import SILENT_AFTER
-from agent.model.errors import AgentError, ApplyError
+from agent.model.errors import AgentError
 from agent.model.handoff import Handoff, Repair
 from agent.model.json_document import parse_json
 from agent.model.paths import (
@@ -109,7 +109,7 @@ class Owned:
     """The record of the agent's own files outside /run. In other programs' files, the agent changes only its own keys.
 
     There are two copies, because without the record, the agent would never change its own files again. If both are
-    missing, the record is empty. If at least one exists, but none can be read, the methods raise ApplyError.
+    missing, the record is empty. If at least one exists, but none can be read, the methods raise AgentError.
 
     Each copy has a digest of its paths, because a damaged copy may still be valid JSON.
     """
@@ -176,9 +176,9 @@ class Owned:
         return removed
 
     def _recorded(self) -> set[str]:
-        """Return the recorded paths. Raises ApplyError if neither copy can be read."""
+        """Return the recorded paths. Raises AgentError if neither copy can be read."""
         if self._fault:
-            raise ApplyError(
+            raise AgentError(
                 f"cannot tell which files in this machine the agent wrote: {self._fault}",
                 "if both copies of the record stay unreadable, remove them; at the next run, CDISpecCurrent and "
                 "RuntimeConfigured name files (the specification in /etc/cdi, containerd's drop-in): remove those too, "

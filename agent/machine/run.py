@@ -27,7 +27,7 @@ from agent.machine.vendors import machine_vendor
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, unknown, worst
 from agent.model.contract import AllocatableVendor
 from agent.model.device import FileIdentity
-from agent.model.errors import AgentError, ApplyError, DocumentError
+from agent.model.errors import AgentError, DocumentError
 from agent.model.handoff import (
     DRA,
     OTHER_DEVICES,
@@ -382,7 +382,7 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
     """Write the report. Every run writes it, even without a change, because it is also the machine's heartbeat."""
     system = context.system
     if not system.is_directory(MACHINE_REPORT_DIRECTORY):
-        raise ApplyError(
+        raise AgentError(
             f"{MACHINE_REPORT_DIRECTORY} is missing, so nothing can be reported",
             "the host binds it: run `unbounded-agent apply` there, then restart the machine",
         )

@@ -1,17 +1,14 @@
-"""The agent's exceptions. Each says what failed and what to do next.
+"""The agent's exceptions. Each says what failed and what to do next. A class of its own is for what somebody catches.
 
 AgentError
 ├── ConfigError         the configuration, or an argument, is wrong (exit code 2)
 │   └── NoMachinesError there is no configuration file, or none has a table of machines
 ├── ConfigChangedError  other settings were put in force while this process worked
-├── UnsupportedError    a requirement is not met: no root rights, systemd too old
-├── ObservationError    something could not be observed, so whether it exists is unknown
 ├── CommandError        a program failed, was not found, or ran out of time
 │   └── ExitCodeError   a program exited with an exit code that means failure
 ├── BusError            a service on the system bus could not be reached, or did not answer
 │   └── BusAnswerError  the service answered with an error or an unexpected type
-├── DocumentError       a handoff, record, tool output or other document is malformed, or of an unknown version
-└── ApplyError          a step towards the goal failed
+└── DocumentError       a handoff, record, tool output or other document is malformed, or of an unknown version
 """
 
 LONG_COMMAND = 200
@@ -40,14 +37,6 @@ class NoMachinesError(ConfigError):
 
 class ConfigChangedError(AgentError):
     """Another process has put other settings in force since this one read the configuration."""
-
-
-class UnsupportedError(AgentError):
-    """The host or the caller does not meet a requirement that cannot be worked around."""
-
-
-class ObservationError(AgentError):
-    """An observation failed: whether the thing exists is unknown."""
 
 
 class CommandError(AgentError):
@@ -93,7 +82,3 @@ class BusAnswerError(BusError):
 
 class DocumentError(AgentError):
     """A document is malformed or of an unknown version. The message names the document and the key at fault."""
-
-
-class ApplyError(AgentError):
-    """A step towards the goal failed. The message names the step; earlier steps are not undone."""

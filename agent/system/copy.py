@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import BinaryIO, Self
 
-from agent.model.errors import ApplyError, ExitCodeError
+from agent.model.errors import AgentError, ExitCodeError
 from agent.system import removal
 from agent.system.files import System
 
@@ -123,7 +123,7 @@ def clear(paths: tuple[str, ...], system: System, limit: float) -> None:
 
 
 def refuse_mounts(path: str, system: System) -> None:
-    """Raise ApplyError if anything is mounted at the path or below it, so that it cannot be removed."""
+    """Raise AgentError if anything is mounted at the path or below it, so that it cannot be removed."""
     _run(("--check", path), system, CHECK_LIMIT)
 
 
@@ -133,4 +133,4 @@ def _run(arguments: tuple[str, ...], system: System, limit: float) -> None:
     except ExitCodeError as error:
         # The program's own messages say what to do.
         again = "correct this, then run the same command again" if error.status == removal.MOUNTED else ""
-        raise ApplyError(error.stderr.strip().replace("\n", "; "), again) from error
+        raise AgentError(error.stderr.strip().replace("\n", "; "), again) from error

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from agent.model.errors import ObservationError
+from agent.model.errors import AgentError
 from agent.model.node import Link, Network, Route, Rule
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ too, IFA_F_DADFAILED, IFA_F_DEPRECATED and IFA_F_TENTATIVE."""
 def default_address() -> str:
     """Return the source address of packets that take the default route. IPv4 is preferred to IPv6.
 
-    Raises ObservationError if there is no such address.
+    Raises AgentError if there is no such address.
     """
     with connected() as netlink:
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -194,7 +194,7 @@ def default_address() -> str:
             for route in sorted(routes, key=lambda each: each.get("priority") or 0):
                 if address := _source(netlink, route, family) or _chosen(family):
                     return address
-    raise ObservationError(
+    raise AgentError(
         "the host has no default route with an address, so the node's address is unknown",
         "set node.kubelet.node_ip, or configure the host's network",
     )

@@ -14,7 +14,7 @@ from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import forget_detached, observe_gpus, record_detached
 from agent.host.state.locks import pass_lock
 from agent.model.conditions import ConditionType, Status
-from agent.model.errors import AgentError, ConfigError, ObservationError
+from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import DeviceAllow, Unseen, parse_live
 from agent.model.handoff import FabricAnswer
 from agent.model.paths import GPUS, handoff_file, live_file, node_record, nspawn_file, report_directory
@@ -184,7 +184,7 @@ def test_refuse_returns_the_same_gpu_if_a_number_is_configured(site: Site) -> No
     assert site.granted() == (SECOND,)
 
 
-@pytest.mark.parametrize("error", [Interrupted(), OSError(5, "Input/output error"), ObservationError("simulated")])
+@pytest.mark.parametrize("error", [Interrupted(), OSError(5, "Input/output error"), AgentError("simulated")])
 @pytest.mark.parametrize(("policy", "left"), [("refuse", False), ("drain-wait", True), ("force", True)])
 def test_a_failure_leaves_no_note_of_a_refused_gpu(site: Site, policy: str, left: bool, error: BaseException) -> None:
     """A refused GPU must not stay out of use unnoticed. If the note stays, the last message says how to revert."""
@@ -423,9 +423,9 @@ def test_an_unknown_address_is_bad_input(site: Site) -> None:
     with pytest.raises(ConfigError):
         attach("0000:ff:00.0", site.agent, FAST)
     site.host.drm = Unseen("/sys/class/drm: Permission denied")
-    with pytest.raises(ObservationError, match="Permission denied"):
+    with pytest.raises(AgentError, match="Permission denied"):
         detach(SECOND, site.agent, FAST)
-    with pytest.raises(ObservationError, match="Permission denied"):
+    with pytest.raises(AgentError, match="Permission denied"):
         holders("", site.agent)
 
 
@@ -433,7 +433,7 @@ def test_a_machine_that_cannot_be_changed_now_keeps_its_gpu(site: Site) -> None:
     """The machine cannot be changed, because something else could not be observed."""
     agent = site.configure(gpus="count=2")
     site.host.failing["/var/lib/unbounded-agent/driver-roots"] = PermissionError(13, "Permission denied")
-    with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: "):
+    with pytest.raises(AgentError, match=f"cannot change machine {MACHINE}: "):
         detach(SECOND, agent, FAST)
 
 
@@ -442,7 +442,7 @@ def test_a_start_that_waits_may_give_a_machine_its_gpu(site: Site) -> None:
     units(site.host, "inactive", stopped_at=1)
     site.host.bus.jobs[UNITS[0]] = "start"
     agent = Reconciler(Config(machines={}), site.host, site.host)
-    with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: "):
+    with pytest.raises(AgentError, match=f"cannot change machine {MACHINE}: "):
         detach(SECOND, agent, FAST)
 
 
@@ -451,7 +451,7 @@ def test_a_stopped_node_that_is_no_longer_configured_may_start_with_its_gpu(site
     units(site.host, "inactive", stopped_at=1)
     site.host.file(node_record(MACHINE), "{}")
     agent = Reconciler(Config(machines={}), site.host, site.host)
-    with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: .*unbounded-agent reset {MACHINE}"):
+    with pytest.raises(AgentError, match=f"cannot change machine {MACHINE}: .*unbounded-agent reset {MACHINE}"):
         detach(SECOND, agent, FAST)
     assert not observe_gpus(site.host).detached
 
@@ -517,7 +517,7 @@ def test_a_damaged_note_is_discarded_and_reported(site: Site, content: bytes) ->
 
 def test_a_note_that_cannot_be_read_grants_nothing(site: Site) -> None:
     site.host.failing[GPUS] = OSError(5, "Input/output error")
-    with pytest.raises(ObservationError, match=GPUS):
+    with pytest.raises(AgentError, match=GPUS):
         site.agent.reconcile()
 
 

@@ -17,7 +17,7 @@ from agent.host.provision.apply import Tools, perform
 from agent.host.provision.plan import RemoveRoot
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks, pass_lock
-from agent.model.errors import AgentError, ApplyError, CommandError, ConfigError
+from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.paths import cordoned_file, joined_file, machine_root, nspawn_file, report_directory
 from tests.fakes.clock import Clock
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
@@ -452,7 +452,7 @@ def test_the_root_of_a_machine_that_stays_stopped_is_removed(host: NodeHost, loa
 def test_the_root_of_a_machine_whose_start_waits_is_not_removed(host: NodeHost, job: str) -> None:
     units(host, "inactive")
     host.bus.jobs[UNITS[0]] = job
-    with pytest.raises(ApplyError, match=f"{UNITS[0]} is about to start"):
+    with pytest.raises(AgentError, match=f"{UNITS[0]} is about to start"):
         perform(RemoveRoot(MACHINE), Tools(host, host.network))
     assert host.exists(machine_root(MACHINE))
 
@@ -461,7 +461,7 @@ def test_the_root_of_a_machine_whose_start_waits_is_not_removed(host: NodeHost, 
 def test_the_root_of_a_machine_that_is_not_stopped_is_not_removed(host: NodeHost, state: str) -> None:
     """systemctl or `apply` may have started it after `reset` stopped it."""
     units(host, state)
-    with pytest.raises(ApplyError, match=f"{UNITS[0]} is {state}"):
+    with pytest.raises(AgentError, match=f"{UNITS[0]} is {state}"):
         perform(RemoveRoot(MACHINE), Tools(host, host.network))
     assert host.exists(machine_root(MACHINE))
 

@@ -12,7 +12,7 @@ from agent.cli.load_modules import load_modules
 from agent.config.settings import Config
 from agent.host.state.gpus import record_detached
 from agent.model.device import DeviceNumber
-from agent.model.errors import AgentError, ApplyError, ObservationError
+from agent.model.errors import AgentError
 from agent.model.facts import PciDevice, Unseen
 from agent.system.process import Completed
 from agent.vendors.nvidia.driver import Parameters, parse_parameters
@@ -180,7 +180,7 @@ def test_a_node_from_before_a_reload_is_recreated(host: Host) -> None:
 def test_a_file_that_is_not_a_device_is_not_replaced(host: Host) -> None:
     host.remove_file("/usr/bin/nvidia-modprobe")
     host.file("/dev/nvidiactl", "a file of somebody")
-    with pytest.raises(ApplyError, match="cannot create /dev/nvidiactl: /dev/nvidiactl is not a device"):
+    with pytest.raises(AgentError, match="cannot create /dev/nvidiactl: /dev/nvidiactl is not a device"):
         load(host)
     assert host.read("/dev/nvidiactl") == b"a file of somebody"
     assert "/dev/nvidia0" in nodes(host), "the others are not held up"
@@ -196,7 +196,7 @@ def test_a_driver_whose_parameters_forbid_making_nodes(host: Host) -> None:
 
 def test_nodes_that_are_never_made(host: Host, programs: Programs) -> None:
     programs.broken = True
-    with pytest.raises(ApplyError, match=r"cannot create /dev/nvidiactl, .*: nvidia-modprobe reported no error"):
+    with pytest.raises(AgentError, match=r"cannot create /dev/nvidiactl, .*: nvidia-modprobe reported no error"):
         load(host)
 
 
@@ -204,7 +204,7 @@ def test_nodes_that_are_never_made(host: Host, programs: Programs) -> None:
 def test_blacklisted_module_is_not_loaded(host: Host, programs: Programs, module: str) -> None:
     """modprobe prints nothing about it."""
     programs.blacklisted = {module}
-    with pytest.raises(ApplyError, match=f"kernel module {module} was not loaded: modprobe.d blacklists"):
+    with pytest.raises(AgentError, match=f"kernel module {module} was not loaded: modprobe.d blacklists"):
         load(host)
     assert modprobe_calls(host)[-1] == module
 
@@ -236,7 +236,7 @@ def test_a_module_of_another_version_on_disk(host: Host, programs: Programs) -> 
     loaded(host, "nvidia")
     programs.on_disk = "580.95.05"
     with pytest.raises(
-        ApplyError, match=r"nvidia 550\.163\.01 is loaded, but nvidia_uvm on disk has version 580\.95\.05"
+        AgentError, match=r"nvidia 550\.163\.01 is loaded, but nvidia_uvm on disk has version 580\.95\.05"
     ):
         load(host)
     assert modprobe_calls(host) == []
@@ -306,7 +306,7 @@ def test_nothing_is_done_while_a_gpu_is_detached(host: Host) -> None:
 def test_a_bus_that_cannot_be_listed(host: Host) -> None:
     """If the bus cannot be listed, the GPUs' drivers are unknown."""
     host.pci = Unseen("/sys/bus/pci/devices: Permission denied")
-    with pytest.raises(ObservationError, match="/sys/bus/pci/devices: Permission denied"):
+    with pytest.raises(AgentError, match="/sys/bus/pci/devices: Permission denied"):
         load(host)
     assert host.runner.calls == []
 

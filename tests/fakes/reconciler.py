@@ -20,7 +20,7 @@ from agent.host.daemon import loop
 from agent.host.reconcile import MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Status, summarize, with_transitions
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.errors import AgentError, ApplyError, ConfigError
+from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import DeviceNode, Driver, Facts, Gpu, Unseen, UserSpace, VendorFacts
 from agent.system.deadlines import bounded
 from agent.system.files import System
@@ -94,7 +94,7 @@ class SimulatedReconciler:
         if behaviour.get("bug"):
             raise RecursionError(behaviour["bug"])
         if behaviour.get("error"):
-            raise ApplyError(behaviour["error"])
+            raise AgentError(behaviour["error"])
         different = []
         if "condition" in behaviour:
             kind, status, reason, message = behaviour["condition"]

@@ -15,7 +15,7 @@ from agent.config.settings import Config
 from agent.host.reconcile import MachineOutcome, Reconciler
 from agent.host.state.gpus import REMEMBERED
 from agent.model.conditions import ConditionType, Status
-from agent.model.errors import ConfigError, DocumentError, ObservationError
+from agent.model.errors import AgentError, ConfigError, DocumentError
 from agent.model.facts import Remembered, RememberedGpu, Unseen
 from agent.model.paths import MACHINES_STATE, REMEMBERED_GPUS, RUNTIME
 from agent.system.trust import discarded
@@ -285,7 +285,7 @@ def test_an_unreadable_record_is_left_alone(gpu_host: Host) -> None:
         gpu_host.failing[copy] = OSError(errno.EIO, "Input/output error")
     gpu_host.unplug(SECOND)
     assert complete(evaluate(agent)) == (Status.UNKNOWN, "ObservationFailed")
-    with pytest.raises(ObservationError, match="Input/output error"):
+    with pytest.raises(AgentError, match="Input/output error"):
         forget(SECOND, agent)
     gpu_host.failing.clear()
     assert gpu_host.read(REMEMBERED_GPUS[0]) == record

@@ -17,7 +17,7 @@ from agent.config.settings import Config
 from agent.host.plan.goal import plan
 from agent.host.reconcile import MachineOutcome, Reconciler
 from agent.model.conditions import ConditionType, Reason, Status, false
-from agent.model.errors import BusAnswerError, UnsupportedError
+from agent.model.errors import AgentError, BusAnswerError
 from agent.model.facts import parse_live, render_live
 from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.handoff import Report as MachineReport
@@ -373,7 +373,7 @@ def test_a_machine_that_does_not_exist_is_named(gpu_host: Host) -> None:
 
 def test_an_outdated_systemd_is_reported_in_one_sentence(gpu_host: Host) -> None:
     gpu_host.bus.version("249.11-0ubuntu3")
-    with pytest.raises(UnsupportedError, match="systemd 249 is too old: the agent needs 252 or newer"):
+    with pytest.raises(AgentError, match="systemd 249 is too old: the agent needs 252 or newer"):
         reconciler(gpu_host).run_pass()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from agent.machine.notes import OWNED_COPY, Notes, Owned
 from agent.machine.run import REPORT, run
-from agent.model.errors import ApplyError
+from agent.model.errors import AgentError
 from agent.model.paths import MACHINE_STATE, OWNED, spec_file
 from agent.model.text import json_digest
 from agent.vendors.nvidia.nvidia_ctk import VERSION_CACHE
@@ -213,7 +213,7 @@ def test_an_unreadable_record_is_not_overwritten(machine: Machine) -> None:
 def test_the_advice_for_two_damaged_copies_helps(machine: Machine) -> None:
     for path in (OWNED, OWNED_COPY):
         machine.put(path, "")
-    with pytest.raises(ApplyError, match=r"owned\.json is damaged; .*owned\.json\.copy is damaged") as raised:
+    with pytest.raises(AgentError, match=r"owned\.json is damaged; .*owned\.json\.copy is damaged") as raised:
         Owned(machine).has(SPEC)
     assert "if both copies of the record stay unreadable, remove them" in str(raised.value)
     for path in (OWNED, OWNED_COPY):

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from agent.model.errors import ObservationError
+from agent.model.errors import AgentError
 from agent.system.network import default_address, has_address
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ def test_the_address_with_which_packets_leave(script: str, address: str) -> None
     ],
 )
 def test_without_a_route_to_others_there_is_no_address(script: str) -> None:
-    with pytest.raises(ObservationError, match=NO_ROUTE):
+    with pytest.raises(AgentError, match=NO_ROUTE):
         found(script, default_address)
 
 

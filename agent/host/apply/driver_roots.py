@@ -10,7 +10,7 @@ from typing import BinaryIO, Literal
 from agent.host.observe.driver_roots import INDICES, OVERLAY, observe_staged
 from agent.host.observe.machine import observe_units
 from agent.host.state.records import render_manifest
-from agent.model.errors import AgentError, ApplyError, BusAnswerError
+from agent.model.errors import AgentError, BusAnswerError
 from agent.model.facts import Library, StagedRoot
 from agent.model.paths import (
     DRIVER_ROOTS_TARGET,
@@ -80,7 +80,7 @@ def publish(index: int, system: System) -> None:
         if observe_units([mount_unit(HOST_NVIDIA)], system)[mount_unit(HOST_NVIDIA)].state != "failed":
             # PID 1 has mounted the parent, or has not tried to. So the kernel may support overlay file systems: do not
             # fall back to a plain directory.
-            raise ApplyError(f"driver root {index} cannot be mounted: {failure}")
+            raise AgentError(f"driver root {index} cannot be mounted: {failure}")
         # Remove the units before the rename: at the next boot, their mounts would hide the plain directory.
         _remove_unit(driver_root(index), system)
         _remove_unit(HOST_NVIDIA, system)
@@ -105,7 +105,7 @@ def unpublish(path: str, system: System) -> None:
     if path in mounted(system, OVERLAY):
         failure = _run_job("StopUnit", mount_unit(path), system)
         if path in mounted(system, OVERLAY):
-            raise ApplyError(f"{path} cannot be unmounted{failure}", f"see what uses it: `fuser -vm {path}`")
+            raise AgentError(f"{path} cannot be unmounted{failure}", f"see what uses it: `fuser -vm {path}`")
     _remove_unit(path, system)
 
 
@@ -177,7 +177,7 @@ def _run_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) 
         if not systemd.is_queued(job, system):
             return ""
         time.sleep(POLL)
-    raise ApplyError(f"{verb} of {unit} did not finish within {JOB_LIMIT:.0f} s", f"see `systemctl status '{unit}'`")
+    raise AgentError(f"{verb} of {unit} did not finish within {JOB_LIMIT:.0f} s", f"see `systemctl status '{unit}'`")
 
 
 MARGIN = 64 << 20
@@ -192,7 +192,7 @@ LEFTOVERS_LIMIT = 1.0
 
 
 def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambda: None) -> None:
-    """Copy a driver root to disk, by reflink if possible. Raises ApplyError, OSError.
+    """Copy a driver root to disk, by reflink if possible. Raises AgentError, OSError.
 
     The root is copied to STAGING and recorded in a manifest; then a rename moves it to TREES. Calls `progress` after
     each file, after each part of a large file, and each time that the disk has written a file.
@@ -203,7 +203,7 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
     needed = sum(file.size for file in root.files) + MARGIN
     free = system.free_bytes(STAGING)
     if free < needed:
-        raise ApplyError(
+        raise AgentError(
             f"{STAGING}: driver {root.version} needs {needed >> 20} MiB, but only {free >> 20} MiB are free",
             "free up space on that file system",
         )
@@ -246,8 +246,8 @@ def _check(file: Library, reading: BinaryIO) -> None:
         raise _changed(file)
 
 
-def _changed(file: Library, why: str = "") -> ApplyError:
-    return ApplyError(f"{file.source}: changed while it was staged{why}", "the next pass tries again")
+def _changed(file: Library, why: str = "") -> AgentError:
+    return AgentError(f"{file.source}: changed while it was staged{why}", "the next pass tries again")
 
 
 def _clear_staging(system: System) -> None:
@@ -302,7 +302,7 @@ def protect(indices: tuple[int, ...], system: System) -> None:
     if not mount_parent(system):
         for plain, removed in moves:
             _move(removed, plain, system)
-        raise ApplyError("driver roots stay plain directories", f"see `journalctl -b -u '{mount_unit(HOST_NVIDIA)}'`")
+        raise AgentError("driver roots stay plain directories", f"see `journalctl -b -u '{mount_unit(HOST_NVIDIA)}'`")
     for index in indices:
         # The next pass tries again if a root cannot be removed now.
         with contextlib.suppress(AgentError):

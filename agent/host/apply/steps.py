@@ -17,7 +17,7 @@ from agent.model.contract import (
     parse_host_status,
     render_host_status,
 )
-from agent.model.errors import AgentError, ApplyError, BusAnswerError, BusError, DocumentError, reason
+from agent.model.errors import AgentError, BusAnswerError, BusError, DocumentError, reason
 from agent.model.facts import READ_ONLY, Absent, Broken, DeviceAllow, LiveSettings, Unseen, render_live
 from agent.model.goal import (
     Action,
@@ -102,7 +102,7 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
     live, unbound = _bind_all(action, live, system, report_progress)
     _record(action.machine, live, system)
     if failures := [*failures, *unbound]:
-        raise ApplyError("; ".join(failures), f"{restart_command(action.machine)} applies all changes")
+        raise AgentError("; ".join(failures), f"{restart_command(action.machine)} applies all changes")
 
 
 def _bind_all(
@@ -280,17 +280,17 @@ def _record_pending_reload(path: str, system: System) -> None:
         system.write(RELOAD_PENDING, b"")
 
 
-def failure_of(action: Step, error: Exception) -> ApplyError:
+def failure_of(action: Step, error: Exception) -> AgentError:
     """Return the error with which an action failed, in a sentence that names the action."""
     what = f"cannot {action.describe()}"
     match error:
         case AgentError():
-            return ApplyError(f"{what}: {error.message}", error.hint)
+            return AgentError(f"{what}: {error.message}", error.hint)
         case OSError():
             # A step may also write a record of itself, such as RELOAD_PENDING.
-            return ApplyError(f"{what}: {reason(error, action.describe())}")
+            return AgentError(f"{what}: {reason(error, action.describe())}")
         case _:
-            return ApplyError(f"{what}: {in_words(error)}")
+            return AgentError(f"{what}: {in_words(error)}")
 
 
 def _update_record(actions: Sequence[Action], system: System, *, finished: bool) -> tuple[str, ...]:

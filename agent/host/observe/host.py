@@ -367,7 +367,7 @@ class Memory(Struct, frozen=True):
 def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:
     """Return the facts of one pass. In these facts, whatever could not be observed is Unseen.
 
-    Raises ObservationError if the record of detached, lost and failed GPUs cannot be read.
+    Raises AgentError if the record of detached, lost and failed GPUs cannot be read.
     """
     owned, discarded = read_owned(system)
     recorded = () if isinstance(owned, Unseen) else tuple(owned)

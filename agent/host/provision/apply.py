@@ -43,7 +43,7 @@ from agent.host.provision.plan import (
 )
 from agent.host.state.locks import pass_lock
 from agent.model.contract import render_node_files
-from agent.model.errors import AgentError, ApplyError
+from agent.model.errors import AgentError
 from agent.model.facts import Unseen
 from agent.model.node import Chains, NodeBinary
 from agent.model.paths import (
@@ -203,7 +203,7 @@ def _fill(action: FillRoot, system: System) -> None:
 def _require_kubelet(action: FillRoot, image: System) -> None:
     if any(each.name == "kubelet" for each in action.binaries) or any(map(image.is_program, KUBELET)):
         return
-    raise ApplyError("the image has no kubelet", "add it with a table [machines.NAME.node.binaries]: docs/bootstrap.md")
+    raise AgentError("the image has no kubelet", "add it with a table [machines.NAME.node.binaries]: docs/bootstrap.md")
 
 
 def _put(binary: NodeBinary, root: System, system: System) -> dict[str, tuple[str, int]]:
@@ -230,7 +230,7 @@ def _publish(action: PublishRoot, system: System) -> None:
     """
     inode = system.link_inode(action.staged)
     if inode is None:
-        raise ApplyError(f"{action.staged} has disappeared", "run `unbounded-agent up` again")
+        raise AgentError(f"{action.staged} has disappeared", "run `unbounded-agent up` again")
     born = system.birth(action.staged)
     record = dataclasses.replace(action.record, inode=inode, made=time.time(), born=born)
     NODE_RECORDS.write(record_paths(action.machine), record, system)
@@ -241,7 +241,7 @@ def _publish(action: PublishRoot, system: System) -> None:
 def _remove_root(machine: str, system: System) -> None:
     """Remove a machine's root file system.
 
-    Raises ApplyError if the machine's unit runs, is about to start, or is in an unknown state, or if anything is
+    Raises AgentError if the machine's unit runs, is about to start, or is in an unknown state, or if anything is
     mounted in the root file system.
 
     The directory is renamed first, so that the machine cannot start from what an interrupted removal leaves.
@@ -251,7 +251,7 @@ def _remove_root(machine: str, system: System) -> None:
     state = "about to start" if found.starts else found.state
     if isinstance(state, Unseen) or (isinstance(state, str) and state not in ("inactive", "failed")):
         why = f"in an unknown state: {state.why}" if isinstance(state, Unseen) else state
-        raise ApplyError(f"{unit} is {why}", f"stop it: `systemctl stop {unit}`; then run the same command again")
+        raise AgentError(f"{unit} is {why}", f"stop it: `systemctl stop {unit}`; then run the same command again")
     root, aside = machine_root(machine), f"{staged_prefix(machine)}removed"
     clear((aside,), system, REMOVE_LIMIT)
     refuse_mounts(root, system)

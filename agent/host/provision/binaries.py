@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, Literal, Protocol
 
 from agent.config.settings import NodeSettings
-from agent.model.errors import ApplyError
+from agent.model.errors import AgentError
 from agent.model.node import Archive, NodeBinary
 from agent.system import opening
 from agent.system.deadlines import bounded
@@ -87,10 +87,10 @@ def cached(binary: NodeBinary, directory: str) -> str:
 
 
 def check_source(binary: NodeBinary, system: System) -> None:
-    """Check that the mirror or the bundle has the program, even if the cache has it. Raises ApplyError or OSError."""
+    """Check that the mirror or the bundle has the program, even if the cache has it. Raises AgentError or OSError."""
     if "://" not in binary.source:
         if not system.is_file(binary.source):
-            raise ApplyError(f"{binary.source}: no such file", "put the file there, or correct binaries.bundle")
+            raise AgentError(f"{binary.source}: no such file", "put the file there, or correct binaries.bundle")
         return
 
     def ask() -> None:
@@ -102,7 +102,7 @@ def check_source(binary: NodeBinary, system: System) -> None:
 
 
 def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FETCH_LIMIT) -> str:
-    """Fetch a program, unless it is in the cache `directory`. Return its path there. Raises ApplyError, OSError.
+    """Fetch a program, unless it is in the cache `directory`. Return its path there. Raises AgentError, OSError.
 
     A download may take `limit` seconds.
     """
@@ -121,7 +121,7 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
             file.flush()
             os.fsync(file.fileno())
         if digest != binary.sha256:
-            raise ApplyError(
+            raise AgentError(
                 f"{binary.source}: its SHA-256 digest is {digest}, not {binary.sha256} (sha256.{binary.name})",
                 f"check {settings_of(binary)} and the digest against a source that you trust; if they are right, do "
                 "not use this file",
@@ -137,8 +137,8 @@ def _digest_of(path: str, system: System) -> str:
     try:
         with opening.plain(system.full_path(path)) as file:
             return _copy(path, file, None)
-    except (ApplyError, OSError):
-        # Raise no error, because `fetch` replaces what is there, even a directory or a huge file. The ApplyError of
+    except (AgentError, OSError):
+        # Raise no error, because `fetch` replaces what is there, even a directory or a huge file. The AgentError of
         # `_copy` would also wrongly blame the mirror.
         return ""
 
@@ -147,7 +147,7 @@ def _copy_from_bundle(binary: NodeBinary, file: BinaryIO, system: System) -> str
     try:
         source = opening.plain(system.full_path(binary.source))
     except OSError as error:
-        raise ApplyError(
+        raise AgentError(
             f"{binary.source}: {error.strerror}", "put the file there, or change binaries.bundle"
         ) from error
     with source:
@@ -175,22 +175,22 @@ def _download(binary: NodeBinary, file: BinaryIO, limit: float) -> str:
 def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http.client.HTTPResponse]:
     """Yield the server's response for the program's URL.
 
-    Raises ApplyError if the request fails, or if the connection fails while the caller reads the response.
+    Raises AgentError if the request fails, or if the connection fails while the caller reads the response.
     """
     try:
         with open_url(binary.source, SILENCE_LIMIT, method) as answer:
             yield answer
     except urllib.error.HTTPError as error:
         error.close()
-        raise ApplyError(f"{binary.source}: {error.code} {error.reason}", _status_hint(error.code, binary)) from error
+        raise AgentError(f"{binary.source}: {error.code} {error.reason}", _status_hint(error.code, binary)) from error
     except urllib.error.URLError as error:
         if isinstance(error.reason, ssl.SSLCertVerificationError):
             hint = (
                 f"add the mirror's CA to this host's (update-ca-certificates(8)), and check its clock: {time.ctime()}"
             )
-            raise ApplyError(f"{binary.source}: its certificate is not accepted: {error.reason}", hint) from error
+            raise AgentError(f"{binary.source}: its certificate is not accepted: {error.reason}", hint) from error
         if TUNNEL in str(error.reason):
-            raise ApplyError(f"{binary.source}: {error.reason}", PROXY_HINT) from error
+            raise AgentError(f"{binary.source}: {error.reason}", PROXY_HINT) from error
         raise _unreachable(binary, str(error.reason)) from error
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
         raise _unreachable(binary, str(error) or type(error).__name__) from error
@@ -204,21 +204,21 @@ def _status_hint(status: int, binary: NodeBinary) -> str:
     return f"correct {settings_of(binary)}, or use binaries.bundle"
 
 
-def _unreachable(binary: NodeBinary, why: str) -> ApplyError:
+def _unreachable(binary: NodeBinary, why: str) -> AgentError:
     mirror = settings_of(binary).rpartition(" ")[2]
-    return ApplyError(f"{binary.source}: {why}", f"check the network to the mirror, or set {mirror} or binaries.bundle")
+    return AgentError(f"{binary.source}: {why}", f"check the network to the mirror, or set {mirror} or binaries.bundle")
 
 
 def _copy(what: str, source: BinaryIO | http.client.HTTPResponse, file: BinaryIO | None) -> str:
     """Return the SHA-256 digest of the data in `source`. If `file` is given, also copy the data to it.
 
-    Raises ApplyError if there are more than SIZE_LIMIT bytes.
+    Raises AgentError if there are more than SIZE_LIMIT bytes.
     """
     digest, size = hashlib.sha256(), 0
     while chunk := source.read(CHUNK):
         size += len(chunk)
         if size > SIZE_LIMIT:
-            raise ApplyError(
+            raise AgentError(
                 f"{what} has more than {SIZE_LIMIT >> 20} MiB", "check the mirror, or the files of binaries.bundle"
             )
         digest.update(chunk)
@@ -291,7 +291,7 @@ def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple
     """Write an archive's programs into the root file system. `path` is the archive's path on the host.
 
     Returns each program's digest and size, by its path in the root file system. Raises OSError if a file cannot be read
-    or written; ApplyError if the archive is damaged or too large, or does not contain the programs.
+    or written; AgentError if the archive is damaged or too large, or does not contain the programs.
     """
     found: dict[str, tuple[str, int]] = {}
     try:
@@ -302,10 +302,10 @@ def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple
                 elif name == binary.name:
                     found |= _put(program, binary.path, root)
     except DAMAGED as error:
-        raise ApplyError(f"{binary.source}: not an archive that can be used: {error}", _hint(binary)) from error
+        raise AgentError(f"{binary.source}: not an archive that can be used: {error}", _hint(binary)) from error
     if not found:
         what = "no programs" if binary.archive == "programs" else f"no executable file {binary.name}"
-        raise ApplyError(f"{binary.source} has {what} at its top level", _hint(binary))
+        raise AgentError(f"{binary.source} has {what} at its top level", _hint(binary))
     return found
 
 

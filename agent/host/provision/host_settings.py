@@ -7,7 +7,7 @@ from functools import partial
 
 from agent.config.settings import Config, HostNodeSettings
 from agent.host.state.records import MARK
-from agent.model.errors import AgentError, ApplyError, CommandError
+from agent.model.errors import AgentError, CommandError
 from agent.model.node import Check, FoundFile, HostSettings, HostState, NodeFile, Swap
 from agent.model.typed_json import Base64
 from agent.system.files import NOT_FOUND, System
@@ -167,7 +167,7 @@ def observe_host(goal: HostSettings, system: System) -> HostState:
 def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
     """Change what differs from the goal; `before` is the observed state. Can be repeated after a failure."""
     for problem in host_problems(goal, before):
-        raise ApplyError(problem.message, problem.advice)
+        raise AgentError(problem.message, problem.advice)
     # Load modules first: some sysctls exist only while their module is loaded.
     for module in goal.modules:
         if not before.modules.get(module):
@@ -200,7 +200,7 @@ def restorable(found: HostState, system: System) -> tuple[HostState, tuple[str, 
 def undo_host(found: HostState, system: System) -> None:
     """Set the host back to what was found, except files that others have replaced and modules that are in use.
 
-    If a step fails, the other steps still run. Raises ApplyError at the end with all failures.
+    If a step fails, the other steps still run. Raises AgentError at the end with all failures.
     """
     steps: list[Callable[[], object]] = []
     changed = [path for path, file in found.files.items() if _file(path, system) != file]
@@ -215,7 +215,7 @@ def undo_host(found: HostState, system: System) -> None:
 
 
 def _run_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Run all steps, even if one fails. Then raise ApplyError with all failures, if there are any."""
+    """Run all steps, even if one fails. Then raise AgentError with all failures, if there are any."""
     failures: list[str] = []
     for step in steps:
         try:
@@ -225,7 +225,7 @@ def _run_all(steps: Iterable[Callable[[], object]]) -> None:
         except OSError as error:
             failures.append(f"{error.filename or 'system call'}: {error.strerror or error}")
     if failures:
-        raise ApplyError("; ".join(failures), "correct this, then run the same command again")
+        raise AgentError("; ".join(failures), "correct this, then run the same command again")
 
 
 def _parents(path: str) -> list[str]:
@@ -246,7 +246,7 @@ def _sysctl(name: str, system: System) -> str | None:
 def _set_sysctl(name: str, value: str, system: System) -> None:
     """Set a parameter, unless it has the value already.
 
-    Raises ApplyError if the kernel does not have the parameter, or refuses the value.
+    Raises AgentError if the kernel does not have the parameter, or refuses the value.
     """
     if same_value(_sysctl(name, system), value):
         return
@@ -254,11 +254,11 @@ def _set_sysctl(name: str, value: str, system: System) -> None:
         system.write_kernel(sysctl_path(name), value)
     except OSError as error:
         if error.errno in NOT_FOUND:
-            raise ApplyError(
+            raise AgentError(
                 f"the kernel does not have the parameter {name}",
                 "correct node.host.sysctls, or add the module that has it to node.host.kernel_modules",
             ) from error
-        raise ApplyError(f"the kernel refuses to set {name} to {value}: {error.strerror}") from error
+        raise AgentError(f"the kernel refuses to set {name} to {value}: {error.strerror}") from error
 
 
 def _built_in(system: System) -> str:
@@ -301,7 +301,7 @@ def _swap_on(swap: Swap, system: System) -> None:
         # zram, for example, is set up by its own unit, which swap.target starts. At this point, swap.target is not
         # masked any longer.
         hint = "turn it on with `systemctl start swap.target`"
-        raise ApplyError(f"cannot use {swap.path} as swap again: {error.message}", hint) from error
+        raise AgentError(f"cannot use {swap.path} as swap again: {error.message}", hint) from error
 
 
 def _file(path: str, system: System) -> FoundFile | None:

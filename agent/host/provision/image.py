@@ -14,12 +14,9 @@ from agent.host.provision.binaries import DAMAGED, PROXY_HINT, entries
 from agent.host.provision.node_files import secret_file
 from agent.model.errors import (
     AgentError,
-    ApplyError,
     CommandError,
     ConfigError,
     DocumentError,
-    ObservationError,
-    UnsupportedError,
 )
 from agent.model.json_document import get, objects, parse_object, require_object
 from agent.model.node import NodeImage
@@ -61,10 +58,10 @@ def choose_image(settings: ImageSettings, nvidia: bool) -> str:
 
 
 def go_architecture(system: System) -> str:
-    """Return Go's name of this host's architecture. Raises UnsupportedError."""
+    """Return Go's name of this host's architecture. Raises AgentError."""
     if name := ARCHITECTURES.get(system.architecture()):
         return name
-    raise UnsupportedError(f"architecture {system.architecture()} is not supported", "use a host with amd64 or arm64")
+    raise AgentError(f"architecture {system.architecture()} is not supported", "use a host with amd64 or arm64")
 
 
 def inspect(settings: ImageSettings, name: str, system: System) -> NodeImage:
@@ -94,7 +91,7 @@ def inspect(settings: ImageSettings, name: str, system: System) -> NodeImage:
     config = parse_object(name, _inspect(access, pinned, system, "--config"))
     image_architecture = get(name, config, "architecture", str)
     if image_architecture != architecture:
-        raise ObservationError(
+        raise AgentError(
             f"{name} is for {image_architecture!a}, and this host is {architecture}",
             "use an image for this host's architecture",
         )
@@ -124,7 +121,7 @@ def _check_umoci(system: System) -> None:
     found = re.search(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", printed)
     if not found or tuple(int(each) for each in found.groups()) < SAFE_UMOCI:
         version = found[0] if found else f"of unknown version ({printed.strip()[:100]!a})"
-        raise UnsupportedError(
+        raise AgentError(
             f"umoci {version} lets an image write anywhere on the host (CVE-2021-29136)", "install umoci 0.4.7 or later"
         )
 
@@ -150,11 +147,11 @@ def _raw_manifest(access: tuple[str, ...], name: str, system: System) -> bytes:
 def _pinned(access: tuple[str, ...], name: str, system: System) -> tuple[str, dict[str, Any]]:
     """Return the digest in an image's name, and the manifest that the registry sends for this name.
 
-    Raises ObservationError if the manifest does not have this digest.
+    Raises AgentError if the manifest does not have this digest.
     """
     raw, digest = _raw_manifest(access, name, system), name.rpartition("@")[2]
     if _digest(raw) != digest:
-        raise ObservationError(f"{name}: the registry sent an image with digest {_digest(raw)}", "use another registry")
+        raise AgentError(f"{name}: the registry sent an image with digest {_digest(raw)}", "use another registry")
     return digest, parse_object(name, raw)
 
 
@@ -192,7 +189,7 @@ def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         # Do not list entries for unknown/unknown: these are attestations, which BuildKit adds to an index.
         listed = ", ".join(sorted({f"{system}/{cpu}" for system, cpu, *_ in found if cpu and cpu != "unknown"}))
-        raise ObservationError(
+        raise AgentError(
             f"{name} has no usable image for linux/{architecture}; its index lists {listed[:200]!a}",
             "use an image for this host's architecture",
         )
@@ -210,9 +207,9 @@ def _blob(name: str, digest: str, system: System) -> bytes:
     try:
         content = system.read(path, MANIFEST_LIMIT)
     except OSError as error:
-        raise ObservationError(f"{name}: {path}: {error.strerror}", "copy the image there again") from error
+        raise AgentError(f"{name}: {path}: {error.strerror}", "copy the image there again") from error
     if _digest(content) != digest:
-        raise ObservationError(f"{name}: {path} is damaged", "copy the image there again")
+        raise AgentError(f"{name}: {path} is damaged", "copy the image there again")
     return content
 
 
@@ -261,7 +258,7 @@ def unpack(
     """
     partial = f"{root}{PARTIAL}"
     if system.exists(root):
-        raise ApplyError(f"{root} exists already", "remove it, then run the command again")
+        raise AgentError(f"{root} exists already", "remove it, then run the command again")
     system.make_private(os.path.dirname(root))
     clear((partial,), system, REMOVE_LIMIT)
     system.make_private(partial)
@@ -283,7 +280,7 @@ def unpack(
 def _check_space(image: NodeImage, partial: str, system: System) -> None:
     needed, free = image.size * (1 + UNPACKED) + MARGIN, system.free_bytes(partial)
     if free < needed:
-        raise ApplyError(
+        raise AgentError(
             f"{os.path.dirname(partial)}: {image.name} needs {needed >> 20} MiB, but only {free >> 20} MiB are free",
             "free up space on that file system",
         )
@@ -309,7 +306,7 @@ def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: Syste
 
 
 def _check_layers(image: NodeImage, partial: str, system: System) -> None:
-    """Read all layers, and refuse what would fill the disk or lead out of the root file system. Raises ApplyError.
+    """Read all layers, and refuse what would fill the disk or lead out of the root file system. Raises AgentError.
 
     What umoci writes is bounded by what is read here: it is at most the decompressed layers, because sparse files,
     whose holes umoci fills, are refused. A few hundred bytes may decompress to any number.
@@ -327,14 +324,14 @@ def _check_layers(image: NodeImage, partial: str, system: System) -> None:
                 for name, size, *_ in entries(content):
                     free, inodes = free - BLOCK - size, inodes - 1
                     if why := _refusal(name, until):
-                        raise ApplyError(f"{image.name}: layer {layer[:19]}: {why}", "use another image")
+                        raise AgentError(f"{image.name}: layer {layer[:19]}: {why}", "use another image")
                     if free < 0 or inodes < 0:
-                        raise ApplyError(
+                        raise AgentError(
                             f"{image.name} unpacks to more bytes or files than the file system has room for",
                             "free up space on that file system, or use another image",
                         )
         except DAMAGED as error:
-            raise ApplyError(
+            raise AgentError(
                 f"{image.name}: layer {layer[:19]} is damaged or unusual: {error}", "use another image"
             ) from error
 
@@ -373,7 +370,7 @@ def _unpack(image: NodeImage, partial: str, system: System) -> None:
         raise explained(error, image.name) from error
     root = system.image(f"{partial}/root")
     if not any(root.is_program(path) for path in INIT):
-        raise ApplyError(
+        raise AgentError(
             f"{image.name} has no init ({', '.join(INIT)}): it cannot boot as a machine",
             "use an image that containerfiles/ builds, or one with systemd",
         )
@@ -461,9 +458,9 @@ def explained(error: CommandError, what: str) -> AgentError:
     """
     text = _last_message(error.stderr)
     if not text:
-        return ApplyError(f"{what}: {error.message}", error.hint or "run the command again")
+        return AgentError(f"{what}: {error.message}", error.hint or "run the command again")
     hint = next((hint for pattern, hint in HINTS if re.search(pattern, text)), "")
-    return ApplyError(f"{what}: {text}", hint or "correct this, then run the command again")
+    return AgentError(f"{what}: {text}", hint or "correct this, then run the command again")
 
 
 def _last_message(stderr: str) -> str:

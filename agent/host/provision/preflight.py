@@ -189,7 +189,7 @@ def _answer_checks(answer: Answer, token: str, where: str) -> Iterable[Check]:
 
 
 def check_binaries(binaries: Sequence[NodeBinary], system: System) -> str:
-    """Check that the mirrors or the bundle have the programs, and return a sentence. Raises ApplyError or OSError.
+    """Check that the mirrors or the bundle have the programs, and return a sentence. Raises AgentError or OSError.
 
     `fetch` verifies the programs' digests later.
     """

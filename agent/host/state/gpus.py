@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from agent.host.state.locks import locked
 from agent.host.state.records import Digested, Record, first_intact
-from agent.model.errors import ObservationError
+from agent.model.errors import AgentError
 from agent.model.facts import Absent, Broken, GpuFault, Granted, Remembered, Seen, Tainted, Unseen
 from agent.model.paths import GPUS, GPUS_LOCK, PCI_DEVICES, REMEMBERED_GPUS
 from agent.system.files import System
@@ -83,7 +83,7 @@ _RECORD = Record(dict[str, GpuNote])
 def observe_gpus(system: System) -> GpuNotes:
     """Return the record. A damaged record is discarded: then it is empty, and `problem` says why.
 
-    Raises ObservationError if the record cannot be read now: a detached GPU must not be granted, and a failed one must
+    Raises AgentError if the record cannot be read now: a detached GPU must not be granted, and a failed one must
     not count as healthy.
     """
     found = _RECORD.read_seen(GPUS, system)
@@ -94,7 +94,7 @@ def observe_gpus(system: System) -> GpuNotes:
     try:
         return GpuNotes(_current(found, system))
     except OSError as error:
-        raise ObservationError(f"{GPUS}: {error.strerror or error}") from error
+        raise AgentError(f"{GPUS}: {error.strerror or error}") from error
 
 
 def record_detached(system: System, address: str, *, draining: bool) -> bool:
@@ -184,10 +184,10 @@ def _change(system: System, address: str, change: Callable[[GpuNote], GpuNote]) 
 def _current(found: Seen[dict[str, GpuNote]], system: System) -> dict[str, GpuNote]:
     """Return what still counts. A damaged record counts as empty: otherwise no pass would be possible while it exists.
 
-    Raises OSError if one of the GPUs cannot be observed, or ObservationError if the record could not be read.
+    Raises OSError if one of the GPUs cannot be observed, or AgentError if the record could not be read.
     """
     if isinstance(found, Unseen):
-        raise ObservationError(found.why)
+        raise AgentError(found.why)
     if isinstance(found, Absent | Broken):
         return {}
     present = {address: note for address, note in found.items() if _device(system, address) == note.device}

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict, astuple
 
 from agent.model.conditions import Condition, ConditionType, Status
-from agent.model.errors import DocumentError, ObservationError
+from agent.model.errors import AgentError, DocumentError
 from agent.model.facts import Absent, Broken, Library, MachineFacts, Seen, StagedRoot, Unseen
 from agent.model.json_document import NAME_SHOWN
 from agent.model.paths import (
@@ -57,14 +57,14 @@ class Record(Format[T]):
         """Return the value in a file; None if the file is missing or unusable. A damaged file is discarded."""
         try:
             return self.read_known(path, system)
-        except ObservationError:
+        except AgentError:
             return None
 
     def read_known(self, path: str, system: System) -> T | None:
-        """Do what `read` does, but raise ObservationError if the file cannot be read now."""
+        """Do what `read` does, but raise AgentError if the file cannot be read now."""
         found = self.read_seen(path, system)
         if isinstance(found, Unseen):
-            raise ObservationError(found.why)
+            raise AgentError(found.why)
         if isinstance(found, Broken):
             discard(path, found.why, system)
         return None if isinstance(found, Absent | Broken) else found

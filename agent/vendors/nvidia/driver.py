@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from msgspec import Struct
 
 from agent.model.device import DeviceKind
-from agent.model.errors import AgentError, ApplyError, CommandError, ObservationError
+from agent.model.errors import AgentError, CommandError
 from agent.model.facts import (
     Absent,
     Broken,
@@ -280,7 +280,7 @@ def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], report: C
     not_made = [each for each in missing if each not in made]
     if not_made:
         why = "; ".join(failures) or f"{NVIDIA_MODPROBE} reported no error: see `dmesg`"
-        raise ApplyError(f"cannot create {', '.join(_paths(not_made))}: {why}")
+        raise AgentError(f"cannot create {', '.join(_paths(not_made))}: {why}")
 
 
 def parse_parameters(text: str) -> Parameters:
@@ -349,7 +349,7 @@ def _make(system: System, node: Node, parameters: Parameters) -> None:
         return
     if system.exists(node.path):
         if system.device(node.path) is None:
-            raise ApplyError(f"{node.path} is not a device", "remove it")
+            raise AgentError(f"{node.path} is not a device", "remove it")
         # The number is wrong, because the node is from before the module was reloaded. Another driver may now have that
         # major number.
         system.remove(node.path)
@@ -404,7 +404,7 @@ def load(
     try:
         for module in WANTED:
             _load(system, module, report)
-    except (ApplyError, CommandError) as error:
+    except AgentError as error:
         # Do not try the modules after the one that failed: modprobe would load the failed module as their dependency,
         # even if the failed module is blacklisted.
         report(f"cannot load all of {', '.join(WANTED)}, which only graphics needs: {error}")
@@ -425,14 +425,14 @@ def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -
     listed = observe_gpus(system, list_pci())
     if listed.unseen:
         # The GPUs' drivers are unknown: loading modules might interfere with them.
-        raise ObservationError(listed.unseen)
+        raise AgentError(listed.unseen)
     return listed.gpus
 
 
 def _load(system: System, module: str, report: Callable[[str], None]) -> None:
     """Load one module, if it is not loaded. Raises CommandError if modprobe fails.
 
-    Raises ApplyError in two more cases: because of a line in modprobe.d, modprobe succeeds without loading the module;
+    Raises AgentError in two more cases: because of a line in modprobe.d, modprobe succeeds without loading the module;
     or the version of the module differs from that of the loaded driver.
     """
     path = f"/sys/module/{module}"
@@ -446,12 +446,12 @@ def _load(system: System, module: str, report: Callable[[str], None]) -> None:
             f"see `modprobe --show-depends {module}` and /etc/modprobe.d/; remove that line, or load {module} by hand"
         )
         why = f"modprobe.d blacklists it, or has an alias or install line for {module}"
-        raise ApplyError(f"kernel module {module} was not loaded: {why}", hint)
+        raise AgentError(f"kernel module {module} was not loaded: {why}", hint)
     report(f"loaded kernel module {module}")
 
 
 def _compare_versions(system: System, module: str) -> None:
-    """Raise ApplyError if the module on disk has another version than the loaded driver, and so cannot work with it."""
+    """Raise AgentError if the module on disk has another version than the loaded driver, and so cannot work with it."""
     if not system.exists(MODULE_VERSION):
         return
     loaded = system.read_text(MODULE_VERSION).strip()
@@ -461,7 +461,7 @@ def _compare_versions(system: System, module: str) -> None:
         # modprobe will report a missing module.
         return
     if on_disk and on_disk != loaded:
-        raise ApplyError(
+        raise AgentError(
             f"kernel module nvidia {loaded} is loaded, but {module} on disk has version {on_disk}",
             "the driver was upgraded: reload its modules, or reboot the host",
         )

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from agent.model.device import DeviceKind, DeviceNumber, as_in_sysfs
-from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError, UnsupportedError
+from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError
 from agent.model.handoff import FabricAnswer, GrantedFile, Request
 from agent.model.json_document import parse_json
 from agent.model.paths import MACHINE_STATE
@@ -176,10 +176,10 @@ def check_version(
     needed: tuple[int, ...] = OLDEST,
     purpose: str = "for pods with NVIDIA_VISIBLE_DEVICES=none",
 ) -> tuple[int, ...]:
-    """Return nvidia-ctk's version. Raises UnsupportedError, which names `purpose`, if it is older than `needed`."""
+    """Return nvidia-ctk's version. Raises AgentError, which names `purpose`, if it is older than `needed`."""
     version = _version(system)
     if version < needed:
-        raise UnsupportedError(
+        raise AgentError(
             f"nvidia-ctk is {dotted(version)}, but {dotted(needed)} is needed {purpose}",
             f"install nvidia-container-toolkit {dotted(RECOMMENDED)} or newer in the image",
         )

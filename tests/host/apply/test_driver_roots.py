@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from agent.host.apply.driver_roots import stage
 from agent.host.observe.driver_roots import observe_staged
 from agent.model.device import FileIdentity
-from agent.model.errors import ApplyError
+from agent.model.errors import AgentError
 from agent.model.facts import Library, StagedRoot
 from agent.model.paths import STAGING, TREES
 from agent.system.copy import Copies
@@ -46,7 +46,7 @@ def test_a_link_that_exists_for_a_moment(tmp_path: Path) -> None:
     host.file(SECRET, "secret!")
     (tmp_path / SECRET.lstrip("/")).chmod(0o600)
     library = Library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
-    with pytest.raises(ApplyError, match="changed while it was staged"):
+    with pytest.raises(AgentError, match="changed while it was staged"):
         stage(StagedRoot(0, "nvidia", VERSION, (library,)), host)
     copies = [path for place in (STAGING, TREES) for path in Path(f"{tmp_path}{place}").rglob("*.so")]
     assert copies == []
@@ -57,7 +57,7 @@ def test_a_file_of_another_size_or_time_is_not_copied(host: Host) -> None:
     seen = host.identity(SOURCE)
     for size, mtime_ns in ((6, seen.mtime_ns), (7, seen.mtime_ns + 1)):
         root = StagedRoot(0, "nvidia", VERSION, (Library("libcuda.so", SOURCE, size=size, mtime_ns=mtime_ns),))
-        with pytest.raises(ApplyError, match=f"{SOURCE}: changed while it was staged"):
+        with pytest.raises(AgentError, match=f"{SOURCE}: changed while it was staged"):
             stage(root, host)
         assert host.entries(f"{STAGING}/0") == ()
 
@@ -75,7 +75,7 @@ def test_a_file_that_changes_while_it_is_copied_is_not_used(tmp_path: Path) -> N
     host = Upgrading(tmp_path)
     host.file(SOURCE, "library")
     library = Library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
-    with pytest.raises(ApplyError, match=f"{SOURCE}: changed while it was staged"):
+    with pytest.raises(AgentError, match=f"{SOURCE}: changed while it was staged"):
         stage(StagedRoot(0, "nvidia", VERSION, (library,)), host)
     assert not host.exists(f"{TREES}/0")
 

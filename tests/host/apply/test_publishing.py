@@ -17,7 +17,7 @@ from agent.host.apply.driver_roots import protect, publish, remove_root
 from agent.host.observe.driver_roots import STATE_IS_LINKED
 from agent.host.reconcile import Outcome
 from agent.model.conditions import ConditionType, Status
-from agent.model.errors import ApplyError, BusError
+from agent.model.errors import AgentError, BusError
 from agent.model.paths import (
     DRIVER_ROOTS_TARGET,
     HOST_NVIDIA,
@@ -375,7 +375,7 @@ def killed_everywhere(tmp_path: Path, prepare: str, step: int) -> tuple[Host, bo
             case "protect":
                 protect((0,), host)
             case "put back":
-                with suppress(ApplyError):
+                with suppress(AgentError):
                     protect((0,), host)
             case _:
                 remove_root(0, host)

@@ -13,7 +13,7 @@ from agent.host.apply.steps import apply, change_devices
 from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
 from agent.host.state.records import MARK
-from agent.model.errors import ApplyError, BusAnswerError, BusError, DocumentError
+from agent.model.errors import AgentError, BusAnswerError, BusError, DocumentError
 from agent.model.facts import DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts, parse_live, render_live
 from agent.model.goal import ChangeDevices, RemoveFile, WriteFile
 from agent.model.paths import (
@@ -150,7 +150,7 @@ def test_a_full_run_directory_prevents_binds_even_without_new_permissions(host: 
 def test_a_call_without_an_answer_may_have_been_executed(host: Host) -> None:
     """The call is repeated. What may have been permitted is known: if the GPU is removed meanwhile, it is forbidden."""
     host.bus.refused[machine_unit(MACHINE)] = BusError("no answer in time")
-    with pytest.raises(ApplyError, match="no answer"):
+    with pytest.raises(AgentError, match="no answer"):
         change_devices(CHANGE, host)
     noted = parse_live(host.read(live_file(MACHINE)))
     assert set(noted.allow) == {*BEFORE.allow, *ALLOW}
@@ -225,7 +225,7 @@ def test_owners_of_numbers_are_added_to_an_older_versions_note(host: Host) -> No
 def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:
     """Successful binds are noted, and only the rest is tried again: systemd 252 would stack mounts."""
     host.bus.refused["/dev/nvidia1"] = BusError("Failed to bind mount: Operation not supported")
-    with pytest.raises(ApplyError, match=r"/dev/nvidia1.*not supported.*restart gpu-node --kubeconfig"):
+    with pytest.raises(AgentError, match=r"/dev/nvidia1.*not supported.*restart gpu-node --kubeconfig"):
         change_devices(CHANGE, host)
     noted = parse_live(host.read(live_file(MACHINE)))
     assert (noted.allow, list(noted.nodes)) == (ALLOW, ["/dev/nvidia2"])
@@ -233,7 +233,7 @@ def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:
 
 def test_a_failed_permission_may_be_effective_and_is_retried(host: Host) -> None:
     host.bus.refused[machine_unit(MACHINE)] = BusAnswerError("Failed to set unit properties")
-    with pytest.raises(ApplyError, match="Failed to set unit properties"):
+    with pytest.raises(AgentError, match="Failed to set unit properties"):
         change_devices(CHANGE, host)
     assert parse_live(host.read(live_file(MACHINE))).allow == BEFORE.allow
 
@@ -459,7 +459,7 @@ def test_a_machine_that_does_not_answer_is_not_asked_for_each_node(host: Host, s
     error = BusError("no answer in time")
     error.__cause__ = TimeoutError() if silent else None
     host.bus.refused["/dev/nvidia1"] = error
-    with pytest.raises(ApplyError, match="no answer in time"):
+    with pytest.raises(AgentError, match="no answer in time"):
         change_devices(CHANGE, host)
     assert (bind("/dev/nvidia2") in host.bus.changes) is not silent
     assert list(parse_live(host.read(live_file(MACHINE))).nodes) == ([] if silent else ["/dev/nvidia2"])

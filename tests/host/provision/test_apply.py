@@ -7,7 +7,7 @@ import pytest
 
 from agent.host.provision.apply import Tools, run_together
 from agent.host.provision.plan import RemoveTree
-from agent.model.errors import ApplyError
+from agent.model.errors import AgentError
 from agent.system.files import System
 from agent.system.network import HostNetwork
 from tests.fakes.host import ScriptedRunner
@@ -41,10 +41,10 @@ def test_a_failed_step_waits_for_the_other_steps(tools: Tools) -> None:
 
     def progress(step: str) -> None:
         if "first" in step:
-            raise ApplyError("it failed", "try again")
+            raise AgentError("it failed", "try again")
         done.wait(0.2)
         done.set()
 
-    with pytest.raises(ApplyError, match="it failed"):
+    with pytest.raises(AgentError, match="it failed"):
         run_together(STEPS, tools, progress)
     assert done.is_set()

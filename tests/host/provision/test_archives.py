@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent.host.provision.binaries import ENTRIES_LIMIT, UNPACKED_LIMIT, put_programs
-from agent.model.errors import ApplyError
+from agent.model.errors import AgentError
 from agent.model.node import NodeBinary
 from agent.system.files import System
 from tests.fakes.archives import entry, packed
@@ -116,7 +116,7 @@ def huge(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
 def test_what_is_not_the_releases_archive(
     put: Callable[[NodeBinary, bytes], Files], root: Path, tar: bytes, message: str
 ) -> None:
-    with pytest.raises(ApplyError, match=message) as caught:
+    with pytest.raises(AgentError, match=message) as caught:
         put(CRICTL, tar)
     assert "/srv/crictl.tar.gz" in caught.value.message
     assert "correct binaries.crictl_version or binaries.github_mirror, and sha256.crictl" in caught.value.hint
@@ -127,7 +127,7 @@ def test_what_is_not_the_releases_archive(
 def test_an_archive_without_its_end(root: Path, tmp_path: Path, cut: int) -> None:
     whole = gzip.compress(packed(entry("crictl"), content=os.urandom(1 << 10)), 1)
     (tmp_path / "archive").write_bytes(whole[:cut])
-    with pytest.raises(ApplyError, match=r"crictl.tar.gz"):
+    with pytest.raises(AgentError, match=r"crictl.tar.gz"):
         put_programs(CRICTL, str(tmp_path / "archive"), System(no_process).image(str(root)))
     assert there(root) == []
 
@@ -137,6 +137,6 @@ def test_a_damaged_archive_is_named(root: Path, tmp_path: Path) -> None:
     whole = bytearray(gzip.compress(packed(entry("crictl"), content=os.urandom(1 << 10))[: 512 + 1024], 1))
     whole[-8] ^= 1
     (tmp_path / "archive").write_bytes(whole)
-    with pytest.raises(ApplyError, match=r"crictl.tar.gz: not an archive that can be used"):
+    with pytest.raises(AgentError, match=r"crictl.tar.gz: not an archive that can be used"):
         put_programs(CRICTL, str(tmp_path / "archive"), System(no_process).image(str(root)))
     assert there(root) == []

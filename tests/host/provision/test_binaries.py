@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent.host.provision.binaries import check_source, fetch, wanted_binaries
-from agent.model.errors import ApplyError
+from agent.model.errors import AgentError
 from agent.model.node import NodeBinary
 from tests.fakes.host import Host
 from tests.fakes.node_settings import node_settings
@@ -135,7 +135,7 @@ def test_a_program_from_a_bundle(host: Host) -> None:
     ],
 )
 def test_what_goes_wrong_with_a_mirror(host: Host, mirror: str, name: str, message: str, hint: str) -> None:
-    with pytest.raises(ApplyError, match=message) as caught:
+    with pytest.raises(AgentError, match=message) as caught:
         fetch(program(f"{mirror}/{name}"), CACHE, host)
     assert f"{mirror}/{name}" in caught.value.message
     assert hint in caught.value.hint
@@ -145,13 +145,13 @@ def test_what_goes_wrong_with_a_mirror(host: Host, mirror: str, name: str, messa
 def test_a_proxy_that_refuses(host: Host, mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For HTTPS, which most mirrors have, the answer is the proxy's to CONNECT, and no HTTPError."""
     monkeypatch.setenv("https_proxy", mirror)
-    with pytest.raises(ApplyError, match=r"mirror.example/kubelet: .*407 Proxy Authentication Required") as caught:
+    with pytest.raises(AgentError, match=r"mirror.example/kubelet: .*407 Proxy Authentication Required") as caught:
         fetch(program("https://mirror.example/kubelet"), CACHE, host)
     assert "HTTPS_PROXY" in caught.value.hint
 
 
 def test_another_digest(host: Host, mirror: str) -> None:
-    with pytest.raises(ApplyError, match=f"digest is {DIGEST}, not {'0' * 64} .sha256.kubelet."):
+    with pytest.raises(AgentError, match=f"digest is {DIGEST}, not {'0' * 64} .sha256.kubelet."):
         fetch(program(f"{mirror}/kubelet", "0" * 64), CACHE, host)
     assert host.entries(CACHE) == ()
 
@@ -159,16 +159,16 @@ def test_another_digest(host: Host, mirror: str) -> None:
 @pytest.mark.parametrize("name", ["trickle", "trickle-headers"])
 def test_attack_a_mirror_that_sends_a_byte_now_and_then_is_not_waited_for(host: Host, mirror: str, name: str) -> None:
     started = time.monotonic()
-    with pytest.raises(ApplyError, match=f"{mirror}/{name}: no answer in time.*network to the mirror"):
+    with pytest.raises(AgentError, match=f"{mirror}/{name}: no answer in time.*network to the mirror"):
         fetch(program(f"{mirror}/{name}"), CACHE, host, limit=0.5)
     assert time.monotonic() - started < 5
     assert host.entries(CACHE) == ()
 
 
 def test_what_cannot_be_reached(host: Host) -> None:
-    with pytest.raises(ApplyError, match=r"http://127.0.0.1:9/kubelet: .*refused.*network to the mirror"):
+    with pytest.raises(AgentError, match=r"http://127.0.0.1:9/kubelet: .*refused.*network to the mirror"):
         fetch(program("http://127.0.0.1:9/kubelet"), CACHE, host)
-    with pytest.raises(ApplyError, match=r"/media/usb/kubelet: No such file or directory .*binaries.bundle"):
+    with pytest.raises(AgentError, match=r"/media/usb/kubelet: No such file or directory .*binaries.bundle"):
         fetch(program("/media/usb/kubelet"), CACHE, host)
 
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_reached(host: Host) -> None:
 def test_a_mirror_whose_certificate_the_host_does_not_accept(host: Host, tmp_path: Path) -> None:
     """The network is all right."""
     made = certificate(tmp_path)
-    with serving(Mirror, made) as port, pytest.raises(ApplyError, match=r"self-signed certificate") as caught:
+    with serving(Mirror, made) as port, pytest.raises(AgentError, match=r"self-signed certificate") as caught:
         fetch(program(f"https://localhost:{port}/kubelet"), CACHE, host)
     assert "update-ca-certificates" in caught.value.hint
     assert "network" not in caught.value.hint
@@ -187,13 +187,13 @@ def test_a_look_fetches_nothing(host: Host, mirror: str) -> None:
         check_source(program(f"{mirror}/{name}"), host)
     assert Mirror.asked == ["HEAD /kubelet", "HEAD /moved", "HEAD /kubelet"]
     archive = NodeBinary("crictl", f"{mirror}/nothing", DIGEST, "/usr/local/bin/crictl", "program")
-    with pytest.raises(ApplyError, match=r"404 Not Found .*binaries.crictl_version or binaries.github_mirror"):
+    with pytest.raises(AgentError, match=r"404 Not Found .*binaries.crictl_version or binaries.github_mirror"):
         check_source(archive, host)
-    with pytest.raises(ApplyError, match=r"404 Not Found .*binaries.version"):
+    with pytest.raises(AgentError, match=r"404 Not Found .*binaries.version"):
         check_source(program(f"{mirror}/nothing"), host)
-    with pytest.raises(ApplyError, match=r"refused .*network to the mirror"):
+    with pytest.raises(AgentError, match=r"refused .*network to the mirror"):
         check_source(program("http://127.0.0.1:9/kubelet"), host)
-    with pytest.raises(ApplyError, match=r"/srv/kubelet: no such file .*binaries.bundle"):
+    with pytest.raises(AgentError, match=r"/srv/kubelet: no such file .*binaries.bundle"):
         check_source(program("/srv/kubelet"), host)
     host.file("/srv/kubelet")
     check_source(program("/srv/kubelet"), host)

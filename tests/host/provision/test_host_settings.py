@@ -24,7 +24,7 @@ from agent.host.provision.host_settings import (
     sysctl_path,
     undo_host,
 )
-from agent.model.errors import ApplyError
+from agent.model.errors import AgentError
 from agent.model.node import HostSettings, Swap
 from agent.system.process import Completed
 from tests.fakes.host import Host, ScriptedRunner
@@ -160,7 +160,7 @@ def test_a_file_of_somebody_else_is_not_overwritten(host: Host, kernel: Kernel) 
     state = observe_host(goal(), host)
     (problem,) = host_problems(goal(), state)
     assert problem.message == f"{SYSCTLS} exists, and the agent did not write it"
-    with pytest.raises(ApplyError, match="exists"):
+    with pytest.raises(AgentError, match="exists"):
         apply_host(goal(), state, host)
     assert kernel.calls == []
 
@@ -195,7 +195,7 @@ def test_undoing_goes_on_after_a_failure(host: Host, kernel: Kernel) -> None:
     found = observe_host(goal(), host)
     apply_host(goal(), found, host)
     host.failing[sysctl_path("kernel.panic")] = PermissionError(errno.EACCES, "Permission denied", "kernel.panic")
-    with pytest.raises(ApplyError, match=r"kernel\.panic: Permission denied"):
+    with pytest.raises(AgentError, match=r"kernel\.panic: Permission denied"):
         undo_host(found, host)
     assert host.read_text(sysctl_path("vm.panic_on_oom")) == "7"
     assert kernel.swaps
@@ -203,7 +203,7 @@ def test_undoing_goes_on_after_a_failure(host: Host, kernel: Kernel) -> None:
 
 def test_a_parameter_that_the_kernel_does_not_have(host: Host, kernel: Kernel) -> None:
     wanted = goal(sysctls={"net.odd.setting": "1"})
-    with pytest.raises(ApplyError, match=r"the kernel does not have the parameter net\.odd\.setting"):
+    with pytest.raises(AgentError, match=r"the kernel does not have the parameter net\.odd\.setting"):
         apply_host(wanted, observe_host(wanted, host), host)
 
 

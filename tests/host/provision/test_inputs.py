@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agent.host.provision.node_files import HOST_NAME, NodeInputs, changed_inputs, make_record, node_inputs, node_names
-from agent.model.errors import ConfigError, ObservationError
+from agent.model.errors import AgentError, ConfigError
 from agent.model.node import NodeImage
 from tests.fakes.host import Host
 from tests.fakes.node_settings import CA, CA_FILE, config
@@ -101,7 +101,7 @@ def test_another_address_of_the_host_is_noticed(ready: Host) -> None:
         return changed_inputs(record, "a", wanted, ready, address, lambda _: has)
 
     def unknown() -> str:
-        raise ObservationError("no default route")
+        raise AgentError("no default route")
 
     made = config(a={}).machines["a"].node
     assert made

@@ -19,7 +19,7 @@ from agent.host.state.gpus import (
     record_tainted,
 )
 from agent.model.contract import Effect, GpuState, GpuStatus, parse_gpu_states
-from agent.model.errors import ObservationError
+from agent.model.errors import AgentError
 from agent.model.facts import GpuFault, Unseen
 from agent.model.paths import GPUS, gpu_states_file, handoff_file
 from tests.fakes.gpu_host import MACHINE, reconciler
@@ -111,7 +111,7 @@ def test_a_record_of_errors_that_cannot_be_read_is_not_an_empty_one(host: Host) 
     record_lost(host, FIRST, "gone")
     before = states(host)
     host.failing[GPUS] = OSError(errno.EMFILE, os.strerror(errno.EMFILE), GPUS)
-    with pytest.raises(ObservationError, match=f"{GPUS}: Too many open files"):
+    with pytest.raises(AgentError, match=f"{GPUS}: Too many open files"):
         states(host)
     assert parse_gpu_states(host.read(FILE)) == before
 
@@ -119,7 +119,7 @@ def test_a_record_of_errors_that_cannot_be_read_is_not_an_empty_one(host: Host) 
         record_fault(host, SECOND, XID48)
         record_lost(host, SECOND, "gone")
 
-    with pytest.raises(ObservationError):
+    with pytest.raises(AgentError):
         record_more()
     del host.failing[GPUS]
     assert states(host)[FIRST] == before[FIRST]

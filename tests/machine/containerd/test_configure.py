@@ -32,7 +32,7 @@ from agent.machine.containerd_tables import (
 )
 from agent.machine.notes import Notes
 from agent.machine.run import run
-from agent.model.errors import AgentError, DocumentError, UnsupportedError
+from agent.model.errors import AgentError, DocumentError
 from agent.model.paths import MACHINE_STATE
 from agent.system.process import Completed
 from agent.vendors.machine_vendor import RuntimeHandler
@@ -246,7 +246,7 @@ def test_a_table_that_its_file_s_version_does_not_have_does_not_count() -> None:
     ],
 )
 def test_settings_that_cannot_work_are_named(main: str, containerd: tuple[int, ...], expected: str) -> None:
-    with pytest.raises(UnsupportedError, match=expected):
+    with pytest.raises(AgentError, match=expected):
         drop_in(main, containerd)
 
 
@@ -359,7 +359,7 @@ def test_a_file_loaded_after_ours_is_refused_if_it_would_win() -> None:
     """containerd 1.x takes a plugin's table from the file loaded last."""
     files = {"/etc/containerd/conf.d/99-zz.toml": {"version": 2, "plugins": {CRI_2: {"sandbox_image": "x"}}}}
     configuration = Configuration({"version": 2}, files, DUMP, tuple(files), DROP_IN)
-    with pytest.raises(UnsupportedError, match=f"{DROP_IN} is loaded before .*99-zz.toml"):
+    with pytest.raises(AgentError, match=f"{DROP_IN} is loaded before .*99-zz.toml"):
         render(configuration, V17, HANDLER, default=False)
     assert render(configuration, V21, HANDLER, default=False)["version"] == 2
 

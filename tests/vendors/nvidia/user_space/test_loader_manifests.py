@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from agent.host.apply.driver_roots import stage
 from agent.host.state.records import parse_manifest
-from agent.model.errors import ApplyError
+from agent.model.errors import AgentError
 from agent.model.facts import Library, StagedRoot
 from agent.model.paths import MANIFESTS, TREES
 from tests.fakes.host import Host
@@ -118,7 +118,7 @@ def test_the_text_is_staged_and_recorded(host: Host) -> None:
     document = host.read(f"{MANIFESTS}/0.json")
     assert parse_manifest("0.json", document) == root
     host.file("/etc/nvidia_icd.json", "something longer")
-    with pytest.raises(ApplyError, match="changed while it was staged"):
+    with pytest.raises(AgentError, match="changed while it was staged"):
         stage(replace(root, index=1), host)
 
 
@@ -130,6 +130,6 @@ def test_a_directory_that_became_a_link_is_not_followed(host: Host) -> None:
     file = Library("libcuda.so", "/run/nvidia/driver/lib/libcuda.so", size=5, mtime_ns=identity.mtime_ns)
     host.remove_tree("/run/nvidia/driver/lib")
     host.symlink("/run/nvidia/driver/lib", "/secret")
-    with pytest.raises(ApplyError, match="changed while it was staged"):
+    with pytest.raises(AgentError, match="changed while it was staged"):
         stage(StagedRoot(0, "nvidia", VERSION, (file,)), host)
     assert not host.exists(f"{TREES}/0")
