@@ -1,34 +1,32 @@
-"""A Kubernetes node in a machine, as frozen data: what it is made from, and what its host needs. Pure."""
+"""A Kubernetes node in a machine: what it is made from, and what its host needs. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.model.text import first_of
 from agent.model.typed_json import Base64
 
 Archive: TypeAlias = Literal["", "program", "programs"]
+"""What a fetched file is: the program itself, or a tar archive compressed by gzip with the program, or with several."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeImage:
+class NodeImage(Struct, frozen=True):
     """The image of a root file system, as its registry or archive has it now."""
 
     name: str
-    """The name with its transport (containers-transports(5)). A name in a registry is pinned: it ends in
-    `@sha256:...`."""
+    """With its transport (containers-transports(5)). A name in a registry is pinned: it ends in `@sha256:...`."""
     digest: str
-    """The digest of the manifest for this host's architecture: `sha256:` and 64 hexadecimal digits."""
+    """Of the manifest for this host's architecture: `sha256:` and 64 hexadecimal digits."""
     architecture: str
     """The architecture's name in Go: amd64, arm64."""
     size: int
     """Bytes of the layers, compressed."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeBinary:
+class NodeBinary(Struct, frozen=True):
     """A program, or an archive of some, that is put into the root file system before the machine's first start."""
 
     name: str
@@ -38,41 +36,37 @@ class NodeBinary:
     path: str
     """The program's path in the machine. For an archive of several programs, their directory."""
     archive: Archive = ""
-    """Empty if the file is the program itself. Otherwise, the file is a tar archive compressed by gzip: with `program`,
-    it has the program `name`; with `programs`, it has several programs."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFile:
+class NodeFile(Struct, frozen=True):
     """A file that is put into the root file system before the machine's first start. Parents get mode 0755."""
 
     path: str
-    content: bytes = field(repr=False)
+    content: bytes
     mode: int = 0o644
 
+    def __repr__(self) -> str:
+        # Without the content, which may be secret.
+        return f"<file {self.path}>"
 
-@dataclass(frozen=True, slots=True)
-class HostSettings:
-    """What a node needs on its host."""
+
+class HostSettings(Struct, frozen=True):
+    """What a node needs on its host. The files make the settings survive a reboot; one configures needrestart."""
 
     sysctls: Mapping[str, str]
     modules: tuple[str, ...]
     swap_off: bool
     files: tuple[NodeFile, ...]
-    """Files on the host that make the settings above survive a reboot, and one that configures needrestart."""
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
+class FoundFile(Struct, frozen=True):
     """A file of the host as it was observed."""
 
     content: Base64
-    """In base64, because records are JSON and the content need not be text."""
     mode: int
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
+class Swap(Struct, frozen=True):
     """A file or device that is in use as swap."""
 
     path: str
@@ -80,18 +74,15 @@ class Swap:
     """swapon(8); -1 if the kernel chose it."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostState:
+class HostState(Struct, frozen=True):
     """The values of what HostSettings would change: the current ones or, in AsFound, those before the first change."""
 
     sysctls: Mapping[str, str | None]
     """None for a parameter that the kernel does not have, perhaps because its module is not loaded."""
-    modules: Mapping[str, bool] = field(compare=False)
-    """Whether a module is loaded, or built in, by its name. `==` ignores modules, because `reset` cannot unload a
-    module that somebody else uses."""
+    modules: Mapping[str, bool]
+    """Whether a module is loaded or built in, by its name."""
     swaps: tuple[Swap, ...]
     files: Mapping[str, FoundFile | None]
-    """None for a file that does not exist."""
     absent_directories: tuple[str, ...] = ()
     """Missing directories that the files need, parents first."""
 
@@ -123,36 +114,32 @@ NFT = "nft"
 """The program that lists tables of nftables."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Link:
+class Link(Struct, frozen=True, order=True):
     """A network interface. Addresses and routes of an interface disappear with it."""
 
     name: str
     kind: str
     """The kernel's name for a virtual interface, such as `bridge`; empty for hardware."""
-    bridge: str = field(default="", compare=False)
+    bridge: str = ""
     """Name of the interface of which this one is a port; empty if it is not a port."""
 
     def describe(self) -> str:
         return f"interface {self.name} ({self.kind or 'hardware'})"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Route:
-    """A route, except those that the kernel adds and removes together with addresses."""
+class Route(Struct, frozen=True, order=True):
+    """A route, except those that the kernel adds and removes together with addresses (rtnetlink(7))."""
 
     family: int
-    """AF_INET or AF_INET6."""
     table: int
     type: int
-    """A route type of rtnetlink(7), such as RTN_UNICAST."""
     destination: str
     """An address with its prefix length; empty for a default route."""
     gateway: str
     device: str
     """Name of the interface; empty for a route without one."""
     protocol: int
-    """Which program made the route (rtm_protocol in rtnetlink(7))."""
+    """Which program made the route (rtm_protocol)."""
     priority: int
 
     def describe(self) -> str:
@@ -160,8 +147,7 @@ class Route:
         return f"route to {self.destination or 'default'}{via} (table {self.table})"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Rule:
+class Rule(Struct, frozen=True, order=True):
     """A rule that chooses a routing table."""
 
     family: int
@@ -183,8 +169,7 @@ class Rule:
         return f"rule {self.priority} {what or 'for all'} (table {self.table})"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Chains:
+class Chains(Struct, frozen=True, order=True):
     """Chains that Kubernetes' programs make in one table of the packet filter."""
 
     program: str
@@ -203,8 +188,7 @@ class Chains:
 Leftover: TypeAlias = Link | Route | Rule | Chains
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
+class Network(Struct, frozen=True):
     """The network of the host's own namespace."""
 
     links: tuple[Link, ...] = ()
@@ -215,12 +199,8 @@ class Network:
     """Whether tables of nftables were looked for: only if the host has nft."""
 
 
-# The host as it was before `up` first changed it, as frozen data. `reset` restores that state. Pure.
-
-
-@dataclass(frozen=True, slots=True)
-class AsFound:
-    """The record of that state."""
+class AsFound(Struct, frozen=True):
+    """The record of the host as it was before `up` first changed it. `reset` restores that state."""
 
     host: HostState
     units: Mapping[str, bool]
@@ -230,18 +210,13 @@ class AsFound:
     """When the record was first made, in seconds since the epoch."""
 
     def extended(self, host: HostState, units: Mapping[str, bool]) -> "AsFound":
-        """Return the record with values added: the current values of what `up` will change to make one more node.
-
-        If the record already has a value for the same thing, that value stays, because it is the original one.
-        """
+        """Add the current values of what `up` will change to make one more node. Recorded values stay as they are."""
         earlier = self.host
+        known = {each.path for each in earlier.swaps}
         state = HostState(
             sysctls={**host.sysctls, **earlier.sysctls},
             modules={**host.modules, **earlier.modules},
-            swaps=(
-                *earlier.swaps,
-                *(each for each in host.swaps if each.path not in {old.path for old in earlier.swaps}),
-            ),
+            swaps=(*earlier.swaps, *(each for each in host.swaps if each.path not in known)),
             files={**host.files, **earlier.files},
             absent_directories=tuple(dict.fromkeys((*earlier.absent_directories, *host.absent_directories))),
         )

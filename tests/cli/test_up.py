@@ -1,6 +1,5 @@
 """From a bare host to a node and back: `up`, what it does when it is repeated, and `reset`."""
 
-import dataclasses
 import gzip
 import hashlib
 import json
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from agent.cli.node import reset_machine, up
 from agent.config.settings import Config, MachineSettings
@@ -655,7 +655,7 @@ def test_reset_does_not_remove_a_directory_that_somebody_put_in_the_place(host: 
     # As on ext4, whatever the file system of this test does.
     inode = host.link_inode(root)
     assert inode is not None
-    NODE_RECORDS.write(record_paths(MACHINE), dataclasses.replace(record, inode=inode), host)
+    NODE_RECORDS.write(record_paths(MACHINE), replace(record, inode=inode), host)
     with pytest.raises(AgentError, match="was replaced since `up` made it"):
         undo(host)
     assert host.read(f"{root}/data") == b"a user's"

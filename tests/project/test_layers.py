@@ -73,8 +73,6 @@ DOORS = {"system/opening.py", "system/removal.py", "machine/open_nodes.py"}
 that may hang."""
 
 DATA_CLASSES = {
-    # Records of what `up` found and made, and what they consist of.
-    *("model/node.py", "host/provision/node_files.py"),
     # It changes, and its collections are its own.
     "dra/grpc.py",
     # agent.dra loads it in the machine, which has no msgspec.

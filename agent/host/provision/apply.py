@@ -1,6 +1,5 @@
 """Runs the steps of `up` and `reset`. Wherever a step is interrupted, the same command can be run again."""
 
-import dataclasses
 import posixpath
 import threading
 import time
@@ -9,6 +8,7 @@ from functools import partial
 from typing import assert_never
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.config.settings import ImageSettings
 from agent.host.apply.driver_roots import remove_all
@@ -232,7 +232,7 @@ def _publish(action: PublishRoot, system: System) -> None:
     if inode is None:
         raise AgentError(f"{action.staged} has disappeared", "run `unbounded-agent up` again")
     born = system.birth(action.staged)
-    record = dataclasses.replace(action.record, inode=inode, made=time.time(), born=born)
+    record = replace(action.record, inode=inode, made=time.time(), born=born)
     NODE_RECORDS.write(record_paths(action.machine), record, system)
     system.run("sync", "--file-system", system.full_path(action.staged), timeout=SYNC_LIMIT)
     system.rename(action.staged, machine_root(action.machine))

@@ -1,9 +1,10 @@
 """Observes the host's settings that nodes need, changes them, and sets them back. Raises OSError or an AgentError."""
 
-import dataclasses
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+
+from msgspec.structs import replace
 
 from agent.config.settings import Config, HostNodeSettings
 from agent.host.state.records import MARK
@@ -194,7 +195,7 @@ def restorable(found: HostState, system: System) -> tuple[HostState, tuple[str, 
     sentences = [f"the kernel no longer has the parameter {name}, which was {found.sysctls[name]}" for name in lost]
     sentences += [f"{swap.path} was used as swap and no longer exists" for swap in swaps if swap not in kept]
     sysctls = {name: value for name, value in found.sysctls.items() if name not in lost}
-    return dataclasses.replace(found, sysctls=sysctls, swaps=kept), tuple(sorted(sentences))
+    return replace(found, sysctls=sysctls, swaps=kept), tuple(sorted(sentences))
 
 
 def undo_host(found: HostState, system: System) -> None:

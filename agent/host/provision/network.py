@@ -6,11 +6,11 @@ make there are listed and removed with nft.
 """
 
 import contextlib
-import dataclasses
 import re
 from collections.abc import Iterator
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.model.errors import CommandError
 from agent.model.node import NFT, Chains, Leftover, Network
@@ -40,7 +40,7 @@ def observe_network(network: NetworkSource, system: System) -> Network:
     """Return the host's network, with Kubernetes' chains and tables. Raises OSError."""
     # Without nft, `tables` is False: there may be tables nevertheless, because any program can make them.
     tables = system.find_program(NFT) is not None
-    return dataclasses.replace(network.observe(), chains=observe_chains(system), tables=tables)
+    return replace(network.observe(), chains=observe_chains(system), tables=tables)
 
 
 def observe_chains(system: System) -> tuple[Chains, ...]:
@@ -203,7 +203,9 @@ class Leftovers(Struct, frozen=True):
 
 def leftovers(found: Network, now: Network) -> Leftovers:
     """Return what was added after the network was found, divided into what to remove and what to keep."""
-    links = [each for each in now.links if each not in found.links]
+    # Not by the bridge: an old interface may be a port of another one by now.
+    known = {(each.name, each.kind) for each in found.links}
+    links = [each for each in now.links if (each.name, each.kind) not in known]
     node_links = [each for each in links if each.kind and NAMES.match(each.name)]
     bridges = {each.name for each in node_links}
     node_links += [each for each in links if each.kind and PORTS.match(each.name) and each.bridge in bridges]

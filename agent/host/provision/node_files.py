@@ -6,7 +6,6 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -347,8 +346,7 @@ SWAP = "host.swap"
 """The only setting of the host that the root file system also depends on: the kubelet's failSwapOn follows it."""
 
 
-@dataclass(frozen=True)
-class NodeRecord:
+class NodeRecord(Struct, frozen=True):
     """The whole record."""
 
     node: str

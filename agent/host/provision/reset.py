@@ -1,9 +1,9 @@
 """Removes a node from the host. If it is the last node, also restores the host as it was before the first node."""
 
-import dataclasses
 from collections.abc import Callable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.host.observe.machine import is_enabled, observe_units
 from agent.host.provision.apply import Tools, run
@@ -117,7 +117,7 @@ class Reset(Struct, frozen=True):
         """
         found = observe_found(self.system)
         if isinstance(found, AsFound):
-            found = dataclasses.replace(found, host=restorable(found.host, self.system)[0])
+            found = replace(found, host=restorable(found.host, self.system)[0])
         others = tuple(name for name in made_nodes(self.system) if name != self.machine)
         if not isinstance(found, AsFound):
             return HostFacts(NO_STATE, {}, Network(), found, others)

@@ -1,6 +1,6 @@
 """What differs from the host as it was found."""
 
-import dataclasses
+from msgspec.structs import replace
 
 from agent.host.provision.plan import since_found
 from agent.model.node import FoundFile, HostState
@@ -25,7 +25,7 @@ def test_each_difference_is_a_sentence() -> None:
 
 
 def test_a_parameter_that_no_longer_exists() -> None:
-    gone = dataclasses.replace(FOUND.host, sysctls={**FOUND.host.sysctls, "kernel.panic": None})
+    gone = replace(FOUND.host, sysctls={**FOUND.host.sysctls, "kernel.panic": None})
     assert since_found(FOUND.host, gone) == ("kernel.panic does not exist, and was 0",)
 
 
@@ -34,7 +34,7 @@ def test_modules_that_were_loaded_and_their_parameters_may_stay() -> None:
     assert (
         since_found(
             FOUND.host,
-            dataclasses.replace(FOUND.host, sysctls=sysctls, modules={"overlay": True, "br_netfilter": True}),
+            replace(FOUND.host, sysctls=sysctls, modules={"overlay": True, "br_netfilter": True}),
         )
         == ()
     )

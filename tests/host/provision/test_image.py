@@ -1,6 +1,5 @@
 """Which image a root file system is made from, what skopeo and umoci are asked, and how failures are explained."""
 
-import dataclasses
 import gzip
 import hashlib
 import json
@@ -362,7 +361,7 @@ def test_a_pull_says_how_far_it_is(system: System, tools: Tools) -> None:
 
     told: list[str] = []
     tools.pulling = pull
-    unpack(NODES, dataclasses.replace(IMAGE, size=3 << 20), ROOT, system, told.append)
+    unpack(NODES, replace(IMAGE, size=3 << 20), ROOT, system, told.append)
     assert told == ["pulled 2 of 3 MiB", f"unpacking {PINNED}"]
 
 

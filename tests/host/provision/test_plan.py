@@ -1,6 +1,5 @@
 """The steps of up and reset follow from what is there: nothing foreign is touched, nothing unknown is guessed."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ def test_an_interrupted_attempt_goes_on_with_what_is_unpacked() -> None:
         assert steps.parallel == (FetchBinaries(BINARIES),)
 
 
-OTHER_BINARY = dataclasses.replace(BINARIES[0], sha256="c3")
+OTHER_BINARY = replace(BINARIES[0], sha256="c3")
 
 
 @pytest.mark.parametrize("other", [{"binaries": ()}, {"files": ()}, {"binaries": (OTHER_BINARY,)}])
@@ -129,7 +128,7 @@ def test_the_host_is_recorded_before_it_changes() -> None:
     steps = plan_host(SETTINGS, facts, 5.0, changes=True)
     assert not isinstance(steps, Check)
     record, change = steps
-    assert record == RecordHost(dataclasses.replace(FOUND, recorded=5.0))
+    assert record == RecordHost(replace(FOUND, recorded=5.0))
     assert change == ChangeHost(SETTINGS, FOUND.host)
 
 
@@ -139,7 +138,7 @@ def test_what_a_further_node_changes_is_added_to_the_record() -> None:
     assert steps == (RecordHost(FOUND.extended(state, FOUND.units)),)
     assert plan_host(SETTINGS, HOST, 5.0, changes=False) == ()
     # `reset` unloads only modules that are in the record.
-    state = dataclasses.replace(FOUND.host, modules={**FOUND.host.modules, "ip_vs": False})
+    state = replace(FOUND.host, modules={**FOUND.host.modules, "ip_vs": False})
     steps = plan_host(SETTINGS, replace(HOST, state=state), 5.0, changes=False)
     assert isinstance(steps, tuple)
     assert [each.found.host.modules["ip_vs"] for each in steps if isinstance(each, RecordHost)] == [False]
@@ -183,7 +182,7 @@ def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
     [
         replace(NEW, root=77),
         replace(MADE, root=78),
-        replace(MADE, born=2, record=dataclasses.replace(RECORD, born=1)),
+        replace(MADE, born=2, record=replace(RECORD, born=1)),
         replace(MADE, root=Unseen("no permission")),
         replace(MADE, root=Broken("a symbolic link")),
         replace(MADE, record=Broken("damaged")),
@@ -197,7 +196,7 @@ def test_reset_refuses_to_guess_what_up_made(facts: NodeFacts) -> None:
 
 def test_a_directory_that_has_got_the_inode_of_the_one_that_was_removed_is_anothers() -> None:
     """ext4 gives a free number away at once: `rm -rf` and `mkdir` make a directory with the same one."""
-    record = dataclasses.replace(RECORD, born=1)
+    record = replace(RECORD, born=1)
     found = must_make_root(replace(MADE, born=2, record=record))
     assert isinstance(found, Check)
     assert "was replaced" in found.message
@@ -218,9 +217,9 @@ def test_reset_restores_the_host_after_the_last_node() -> None:
 @pytest.mark.parametrize("now", [{"modules": {"overlay": True}}, {"absent_directories": ()}])
 def test_reset_also_undoes_an_up_that_had_only_begun_to_change_the_host(now: dict[str, Any]) -> None:
     """No setting differs yet, but a module is loaded, or a file's directory exists."""
-    found = dataclasses.replace(FOUND.host, modules={"overlay": False}, absent_directories=("/etc/needrestart",))
-    began = dataclasses.replace(found, **now)
-    facts = replace(HOST, found=dataclasses.replace(FOUND, host=found), state=began)
+    found = replace(FOUND.host, modules={"overlay": False}, absent_directories=("/etc/needrestart",))
+    began = replace(found, **now)
+    facts = replace(HOST, found=replace(FOUND, host=found), state=began)
     assert plan_restoration(facts, Leftovers((), ())) == (RestoreHost(found),)
     assert plan_restoration(replace(facts, state=found), Leftovers((), ())) == ()
 
