@@ -158,19 +158,30 @@ def test_promtool_accepts_the_rules_also_if_scrapes_are_lost(tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-def test_the_documented_commands_install_the_rules(tmp_path: Path) -> None:
-    """Run them with the checkout's files; promtool, which is one of them, reads the page's own configuration."""
+def test_the_package_writes_the_rules_with_links_to_the_documentation(tmp_path: Path) -> None:
+    """Its script runs with the checkout's files; promtool checks the configuration that the page shows."""
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (apt install prometheus)")
+    (tmp_path / "default").write_text("RUNBOOKS=https://wiki.example.org/docs/\n")
+    script = (REPOSITORY / "deploy/debian/unbounded-agent-monitoring.postinst").read_text()
+    places = {
+        "/usr/share/unbounded-agent-monitoring": f"{REPOSITORY}/deploy",
+        "/etc/default/unbounded-agent-monitoring": f"{tmp_path}/default",
+        "/var/lib/unbounded-agent-monitoring": f"{tmp_path}/rules",
+        "/run/systemd/system": f"{tmp_path}/no-systemd",
+    }
+    for path, place in places.items():
+        assert path in script
+        script = script.replace(path, place)
+    subprocess.run(["sh", "-c", script, "postinst", "configure"], check=True, capture_output=True)
     section = (REPOSITORY / "docs/metrics.md").read_text().partition("\n## Prometheus\n")[2]
-    configuration, commands = re.findall(r"^```(?:yaml)?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[:2]
-    (tmp_path / "prometheus.yml").write_text(configuration)
-    script = re.sub(r"^(apt|systemctl) .*\n", "", commands, flags=re.MULTILINE)
-    script = script.replace("/usr/share/unbounded-agent-monitoring", f"{REPOSITORY}/deploy")
-    subprocess.run(["sh", "-ec", script.replace("/etc/prometheus", str(tmp_path))], check=True, capture_output=True)
-    installed = yaml.safe_load((tmp_path / "unbounded-agent.rules.yml").read_text())["groups"]
+    configuration = re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[0]
+    assert "/var/lib/unbounded-agent-monitoring/*.yml" in configuration
+    (tmp_path / "prometheus.yml").write_text(configuration.replace("/var/lib/unbounded-agent-monitoring", "rules"))
+    promtool("check", "config", tmp_path / "prometheus.yml")
+    installed = yaml.safe_load((tmp_path / "rules/unbounded-agent.rules.yml").read_text())["groups"]
     links = [rule["annotations"]["runbook_url"] for group in installed for rule in group["rules"]]
-    assert links == [f"https://WIKI/unbounded-agent/docs/runbooks.md#{alert.lower()}" for alert in alerts()]
+    assert links == [f"https://wiki.example.org/docs/runbooks.md#{alert.lower()}" for alert in alerts()]
 
 
 def test_inhibition_names_alerts_and_labels_that_exist() -> None:

@@ -77,6 +77,19 @@ def test_every_panel_has_data(prometheus: Prometheus) -> None:
 
 
 @pytest.mark.processes
+def test_links_name_columns_of_their_tables(prometheus: Prometheus) -> None:
+    links = {
+        panel["title"]: re.findall(r"__data\.fields\.(\w+)", json.dumps(panel["fieldConfig"]))
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        if panel["type"] == "table" and panel["fieldConfig"]["defaults"].get("links")
+    }
+    assert "Alerts" in links
+    for title, names in links.items():
+        rows, _ = prometheus.query(queries()[f"{title} A"])
+        assert set(names) <= {label for row in rows for label in row["metric"]}, title
+
+
+@pytest.mark.processes
 def test_the_numbers_of_the_fleet(prometheus: Prometheus) -> None:
     """They are the simulation's: the dashboard adds up what the hosts export."""
 

@@ -17,7 +17,20 @@ from agent.config.settings import Config
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = {
-    *("ansible-playbook", "apt", "buildah", "cat", "cp", "curl", "echo", "eglinfo", "glxinfo", "grep", "helm"),
+    *(
+        "ansible-playbook",
+        "apt",
+        "buildah",
+        "cat",
+        "cp",
+        "curl",
+        "dpkg-reconfigure",
+        "echo",
+        "eglinfo",
+        "glxinfo",
+        "grep",
+        "helm",
+    ),
     *("install", "journalctl", "jq", "kubectl", "ls", "machinectl", "make", "modprobe", "nvidia-smi", "promtool"),
     *("python3", "rm", "rmmod", "sed", "skopeo", "systemctl", "systemd-run", "unbounded-agent", "vulkaninfo"),
 }

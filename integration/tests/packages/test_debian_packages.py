@@ -169,6 +169,14 @@ def test_monitoring(root: Root) -> None:
     for name in ("prometheus", "grafana"):
         files = {path.name: path.read_bytes() for path in (REPOSITORY / "deploy" / name).iterdir()}
         assert {path.name: path.read_bytes() for path in (place / name).iterdir()} == files
+    (root.path / "etc/default/unbounded-agent-monitoring").write_text("RUNBOOKS=https://wiki.example.org/docs\n")
+    root.run("dpkg-reconfigure", MONITORING)
+    rules = root.path / "var/lib/unbounded-agent-monitoring"
+    assert (
+        "https://wiki.example.org/docs/runbooks.md#unboundedagentdown"
+        in (rules / "unbounded-agent.rules.yml").read_text()
+    )
+    assert {path.name for path in rules.iterdir()} == {f"unbounded-agent.{each}.yml" for each in ("rules", "recording")}
     root.run("dpkg", "--purge", MONITORING)
     assert root.files() - before == set()
 
