@@ -314,8 +314,8 @@ class Inventory:
             return
         before, self._seen = self._documents, seen
         problems: dict[str, str] = {}
-        vendors = self._read(ALLOCATABLE, contract.ALLOCATABLE_SIZE_LIMIT, contract.parse_allocatable, problems)
-        states = self._read(GPU_STATES, contract.GPU_STATES_SIZE_LIMIT, contract.parse_gpu_states, problems)
+        vendors = self._read(ALLOCATABLE, contract.parse_allocatable, problems)
+        states = self._read(GPU_STATES, contract.parse_gpu_states, problems)
         documents = before._replace(problems=problems)
         if ALLOCATABLE not in problems:
             documents = documents._replace(vendors=vendors or ())
@@ -336,10 +336,10 @@ class Inventory:
         current = {(device, vendor.driver_version) for vendor in self._documents.vendors for device in vendor.devices}
         self._facts = {key: facts for key, facts in self._facts.items() if key in current}
 
-    def _read(self, path: str, limit: int, parse: Callable[[bytes], T], problems: dict[str, str]) -> T | None:
+    def _read(self, path: str, parse: Callable[[bytes], T], problems: dict[str, str]) -> T | None:
         """Return the parsed document; None if it is missing or unusable. Add why it is unusable to `problems`."""
         try:
-            return parse(self._system.read(path, limit))
+            return parse(self._system.read(path))
         except FileNotFoundError:
             return None
         except DocumentError as error:

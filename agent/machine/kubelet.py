@@ -20,7 +20,6 @@ from agent.machine.notes import Context, Notes, attempt, noted_ages
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true, unknown
 from agent.model.contract import (
     DRA_STATUS_SILENT_AFTER,
-    DRA_STATUS_SIZE_LIMIT,
     AllocatableVendor,
     DraStatus,
     parse_dra_status,
@@ -28,7 +27,7 @@ from agent.model.contract import (
 )
 from agent.model.device import gives_gpus
 from agent.model.errors import CommandError, DocumentError
-from agent.model.handoff import SIZE_LIMIT, Request
+from agent.model.handoff import Request
 from agent.model.json_document import parse_json
 from agent.model.paths import DRA_STATUS, NODE_FILES
 from agent.model.text import counted, first_of, first_quoted, quoted, rfc3339
@@ -417,7 +416,7 @@ def _status(system: System, notes: Notes) -> DraStatus | Condition:
     if system.listening_process(KUBELET_SOCKET) is None:
         return KUBELET_DOWN
     try:
-        status = parse_dra_status(system.read(DRA_STATUS, DRA_STATUS_SIZE_LIMIT))
+        status = parse_dra_status(system.read(DRA_STATUS))
     except FileNotFoundError:
         return _silent("has reported nothing since the machine's start")
     except DocumentError as error:
@@ -575,7 +574,7 @@ def changed_files(context: Context) -> tuple[str, ...]:
     if now - first_run < DELAY:
         return ()
     try:
-        listed = parse_node_files(NODE_FILES, system.read(NODE_FILES, SIZE_LIMIT))
+        listed = parse_node_files(NODE_FILES, system.read(NODE_FILES))
     except (DocumentError, OSError):
         return (NODE_FILES,)
     # The agent itself may have added its import to this file, or may add it later.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from agent.machine.notes import NODE_CONDITION, Notes, ages_in
 from agent.model.conditions import Condition, ConditionType, Reason, false, not_applicable, true, unknown
-from agent.model.contract import SILENT_AFTER, SIZE_LIMIT, parse_host_status
+from agent.model.contract import SILENT_AFTER, parse_host_status
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, DocumentError
 from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, NODE_CONDITION_MARK
@@ -172,7 +172,7 @@ def _wanted(system: System, ages: Ages) -> tuple[Condition, Condition | None]:
     Ready is Unknown if the host status cannot be read or is too old.
     """
     try:
-        host_status = parse_host_status(system.read(HOST_STATUS, SIZE_LIMIT))
+        host_status = parse_host_status(system.read(HOST_STATUS))
     except (DocumentError, OSError) as error:
         unreadable = false(KIND, Reason.BAD_DOCUMENT, f"{HOST_STATUS}: {error}")
         return unknown(ConditionType.READY, Reason.BAD_DOCUMENT, str(error)), unreadable

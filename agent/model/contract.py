@@ -1,7 +1,7 @@
-"""The host status: a machine's Ready condition as the host half evaluated it, for the machine's Node object.
+"""The documents next to the handoff and the report: JSON with a version, which both halves or agent.dra exchange.
 
-It is not part of the handoff, because a change of Ready gives the machine half nothing to set up, and so must not start
-a new generation. The machine half sets the Node condition if this document exists.
+They are not parts of the handoff, because a change of them gives the machine half nothing to set up, and so must not
+start a new generation.
 """
 
 import re
@@ -18,8 +18,10 @@ from agent.model.paths import ALLOCATABLE_NAME, CONDITIONS_NAME, DRA_STATUS_NAME
 from agent.model.text import one_line
 
 VERSION = 1
-SIZE_LIMIT = 1 << 16
-"""Bytes of the largest document. A message has up to agent.model.text.MESSAGE_LIMIT characters of up to 12 bytes."""
+"""The version of each of these documents."""
+
+# The host status: a machine's Ready condition as the host half evaluated it, for the machine's Node object.
+
 SILENT_AFTER = 300.0
 """Age in seconds at which a host status is stale, because the host half has missed several passes by then."""
 
@@ -31,9 +33,7 @@ class HostStatus(NamedTuple):
     reason: str
     message: str
     last_transition: Seconds
-    """When `status` last changed."""
     evaluated: Seconds
-    """When the condition was evaluated."""
 
     @property
     def ready(self) -> Condition:
@@ -46,7 +46,6 @@ def host_status(ready: Condition, now: float) -> HostStatus:
 
 
 def render_host_status(status: HostStatus) -> bytes:
-    """Return the document."""
     return render_document(VERSION, status)
 
 
@@ -55,16 +54,9 @@ def parse_host_status(data: bytes) -> HostStatus:
     return parse_document(CONDITIONS_NAME, data, HostStatus, VERSION, HOST)
 
 
-# The GPU states: what the host half tells agent.dra about the health and the place of the granted GPUs.
-#
-# They are not part of the handoff, because a change of a GPU's health gives the machine half nothing to set up, and so
-# must not start a new generation. The host half writes this document only for machines that use Dynamic Resource
-# Allocation.
+# The GPU states: what the host half tells agent.dra about the health and the place of the granted GPUs. Only machines
+# that use Dynamic Resource Allocation get this document.
 
-
-GPU_STATES_VERSION = 1
-GPU_STATES_SIZE_LIMIT = 1 << 18
-"""Bytes of the largest document that is read. A GPU takes up to 3 KiB, nearly all of it the message."""
 REASON = re.compile(r"([A-Za-z][A-Za-z0-9]{0,62})?")
 """A reason becomes the value of a taint, which must have the form of a label's value."""
 PCIE_ROOT = re.compile(r"(pci[0-9a-f]{4,8}:[0-9a-f]{2})?")
@@ -99,52 +91,53 @@ class Effect(StrEnum):
 
 
 class GpuStatus(NamedTuple):
-    """One granted GPU."""
+    """One granted GPU. Of a healthy one, reason, message, effect and since are empty."""
 
     pci_address: Address
     vendor: str
     state: GpuState
     reason: Annotated[str, Form("one word", REASON.fullmatch)] = ""
-    """One word such as `Xid79` or `Detaching`; empty if the GPU is healthy."""
+    """Such as `Xid79` or `Detaching`."""
     message: str = ""
-    """What happened and what it means, in a sentence; empty if the GPU is healthy."""
+    """What happened and what it means, in a sentence."""
     effect: Effect = Effect.NONE
     since: Annotated[int, TIME] = 0
-    """When the GPU got into this state; 0 if it is healthy or the time is unknown."""
+    """When the GPU got into this state; 0 if the time is unknown."""
     kernel_driver: Annotated[str, Form("a driver's name", DRIVER.fullmatch)] = ""
-    """The name of the bound kernel driver; empty without one."""
     numa_node: int = -1
     """-1 if the platform does not say."""
     pcie_root: Annotated[str, Form("a root complex such as pci0000:00", PCIE_ROOT.fullmatch)] = ""
-    """The root complex, such as `pci0000:00`; empty if unknown."""
     shared: bool = False
     """Whether several claims may share the GPU, each with a part of its memory."""
 
 
-class _Document(NamedTuple):
+class _GpuStates(NamedTuple):
     gpus: tuple[GpuStatus, ...]
 
 
 def render_gpu_states(gpus: Iterable[GpuStatus]) -> bytes:
     """Return the document; the same states give the same bytes."""
-    return render_document(GPU_STATES_VERSION, _Document(tuple(map(_short, sorted(gpus)))))
+    return render_document(VERSION, _GpuStates(tuple(map(_short, sorted(gpus)))))
 
 
 def parse_gpu_states(data: bytes) -> dict[str, GpuStatus]:
     """Return the states by PCI address. Raises DocumentError, which names the wrong key or the repeated GPU."""
-    where = GPU_STATES_NAME
-    states: dict[str, GpuStatus] = {}
-    for gpu in parse_document(where, data, _Document, GPU_STATES_VERSION, HOST).gpus:
-        if gpu.pci_address in states:
-            raise DocumentError(f"{where}: GPU {gpu.pci_address} is listed twice")
+    gpus = parse_document(GPU_STATES_NAME, data, _GpuStates, VERSION, HOST).gpus
+    _refuse_duplicates(GPU_STATES_NAME, "GPU", [each.pci_address for each in gpus], "")
+    for gpu in gpus:
         if gpu.effect and gpu.state is GpuState.HEALTHY:
-            raise DocumentError(f"{where}: a healthy GPU cannot have the effect {gpu.effect}")
-        states[gpu.pci_address] = _short(gpu)
-    return states
+            raise DocumentError(f"{GPU_STATES_NAME}: a healthy GPU cannot have the effect {gpu.effect}")
+    return {gpu.pci_address: _short(gpu) for gpu in gpus}
 
 
 def _short(gpu: GpuStatus) -> GpuStatus:
     return gpu._replace(message=one_line(gpu.message)[:MESSAGE_LIMIT])
+
+
+def _refuse_duplicates(where: str, what: str, items: Iterable[object], advice: str) -> None:
+    duplicate = next((item for item, count in Counter(items).items() if count > 1), None)
+    if duplicate is not None:
+        raise DocumentError(f"{where}: {what} {duplicate} is listed twice", advice)
 
 
 # The allocatable devices: those that pods may be given by Dynamic Resource Allocation.
@@ -152,10 +145,6 @@ def _short(gpu: GpuStatus) -> GpuStatus:
 # The machine half writes this document after it has published a verified CDI specification, and takes the devices'
 # names from that specification. agent.dra offers only devices in the document, and prepares no claim for any other.
 
-
-ALLOCATABLE_VERSION = 1
-ALLOCATABLE_SIZE_LIMIT = 1 << 20
-"""Bytes of the largest document that is read. A device takes some 200 bytes."""
 QUALIFIED = re.compile(r"(?=.{1,512}\Z)[A-Za-z][A-Za-z0-9_.-]*/[A-Za-z0-9_-]+=[A-Za-z0-9][A-Za-z0-9_.:-]*")
 """A qualified name `vendor.com/class=name` (pkg/parser/parser.go of container-device-interface)."""
 VENDOR = re.compile(r"[a-z][a-z0-9-]{0,62}")
@@ -175,35 +164,31 @@ class AllocatableDevice(NamedTuple):
     """A GPU, or a partition of one (a MIG device), that can be given to a pod."""
 
     pci_address: Address
-    """The GPU's address, as sysfs writes it. A partition has the address of the GPU that it belongs to."""
+    """Of a partition, that of its GPU."""
     cdi_names: Annotated[tuple[DeviceName, ...], Form("a list of names", bool)]
     """The qualified CDI names that a container needs to use the device: with UUIDs or PCI addresses, not indices."""
     partition: Annotated[
         tuple[PartitionNumber, ...], Form("a list of up to 4 numbers", lambda found: len(found) <= 4)
     ] = ()
-    """The numbers that identify a partition in its GPU: GPU instance and compute instance. Empty for a whole GPU.
-
-    NVIDIA's partitions have two numbers. More are accepted, because another vendor's may be nested deeper."""
+    """The numbers of a partition in its GPU; empty for a whole GPU. NVIDIA's have two: GPU and compute instance."""
 
 
 class AllocatableVendor(NamedTuple):
-    """One vendor's devices."""
+    """One vendor's devices, its driver's version if known, and a sentence on why devices are missing if some are."""
 
     vendor: Annotated[str, Form("a vendor's name", VENDOR.fullmatch)]
     devices: tuple[AllocatableDevice, ...] = ()
     problem: str = ""
-    """A sentence on why not all granted devices of this vendor are allocatable; empty if all are."""
     driver_version: str = ""
-    """The driver's version, from the handoff; empty if unknown."""
 
 
-class _AllocatableDocument(NamedTuple):
+class _Allocatable(NamedTuple):
     vendors: tuple[AllocatableVendor, ...]
 
 
 def render_allocatable(vendors: Iterable[AllocatableVendor]) -> bytes:
     """Return the document; the same devices give the same bytes."""
-    return render_document(ALLOCATABLE_VERSION, _AllocatableDocument(tuple(vendors)))
+    return render_document(VERSION, _Allocatable(tuple(vendors)))
 
 
 def parse_allocatable(data: bytes) -> tuple[AllocatableVendor, ...]:
@@ -211,38 +196,28 @@ def parse_allocatable(data: bytes) -> tuple[AllocatableVendor, ...]:
 
     A vendor, a device or a CDI name that is listed twice is an error too: otherwise, two claims might get one device.
     """
-    vendors = parse_document(ALLOCATABLE_NAME, data, _AllocatableDocument, ALLOCATABLE_VERSION).vendors
+    vendors = parse_document(ALLOCATABLE_NAME, data, _Allocatable, VERSION).vendors
     devices = [each for vendor in vendors for each in vendor.devices]
-    names = [name for each in devices for name in each.cdi_names]
-    _refuse_duplicates("vendor", [each.vendor for each in vendors])
-    _refuse_duplicates("device", [(each.pci_address, each.partition) for each in devices])
-    _refuse_duplicates("CDI name", names)
+    for what, items in (
+        ("vendor", [each.vendor for each in vendors]),
+        ("device", [(each.pci_address, each.partition) for each in devices]),
+        ("CDI name", [name for each in devices for name in each.cdi_names]),
+    ):
+        _refuse_duplicates(ALLOCATABLE_NAME, what, items, "the machine half writes the document again")
     return vendors
-
-
-def _refuse_duplicates(what: str, items: Iterable[object]) -> None:
-    duplicate = next((item for item, count in Counter(items).items() if count > 1), None)
-    if duplicate is not None:
-        raise DocumentError(
-            f"{ALLOCATABLE_NAME}: {what} {duplicate} is listed twice", "the machine half writes the document again"
-        )
 
 
 # The status of agent.dra: what it offers to the cluster, or why it offers nothing.
 #
 # The machine half reads this document for the condition GPUsAdvertised.
 
-
-DRA_STATUS_VERSION = 1
-DRA_STATUS_SIZE_LIMIT = 1 << 18
-"""Bytes of the largest document that is read."""
 DRA_STATUS_SILENT_AFTER = 120.0
 """Age in seconds at which a status is stale, because agent.dra writes it again every RENEWED_AFTER seconds."""
 RENEWED_AFTER = 30.0
 
 
 class VendorOffer(NamedTuple):
-    """One vendor's devices that the cluster's API server knows."""
+    """One vendor's devices that the cluster's API server knows. A reason says why the offer is not as it should be."""
 
     vendor: str
     gpus: tuple[str, ...] = ()
@@ -252,13 +227,11 @@ class VendorOffer(NamedTuple):
     tainted: tuple[str, ...] = ()
     """Names of those devices that are tainted. New pods do not get them."""
     reason: str = ""
-    """The Reason for which the offer is not as it should be; empty if it is."""
     message: str = ""
-    """A sentence on that reason."""
 
 
 class DraStatus(NamedTuple):
-    """What agent.dra offers now, and what prevents it from offering more."""
+    """What agent.dra offers now. A reason such as NoKubeconfig says why nothing can be offered at all."""
 
     at: Seconds
     """When the status was written."""
@@ -268,26 +241,21 @@ class DraStatus(NamedTuple):
     """Whether the kubelet has accepted the driver. Without that, no pod can start with a GPU."""
     offers: tuple[VendorOffer, ...] = ()
     reason: str = ""
-    """The Reason for which nothing can be offered at all, such as NoKubeconfig; empty if there is none."""
     message: str = ""
-    """A sentence on that reason."""
 
 
 def render_dra_status(status: DraStatus) -> bytes:
-    """Return the document."""
     offers = tuple(each._replace(message=one_line(each.message)) for each in status.offers)
-    return render_document(DRA_STATUS_VERSION, status._replace(offers=offers, message=one_line(status.message)))
+    return render_document(VERSION, status._replace(offers=offers, message=one_line(status.message)))
 
 
 def parse_dra_status(data: bytes) -> DraStatus:
     """Return the status in a document. Raises DocumentError, which names the key."""
-    return parse_document(DRA_STATUS_NAME, data, DraStatus, DRA_STATUS_VERSION)
+    return parse_document(DRA_STATUS_NAME, data, DraStatus, VERSION)
 
 
-# The list of the files that `up` put into a machine. With it, the machine half notices changed files. Pure.
+# The list of the files that `up` put into a machine. With it, the machine half notices changed files.
 
-
-NODE_FILES_VERSION = 1
 PATH = re.compile(r"/[!#%()*+,\-./0-9:=?@A-Z\[\]^_a-z{}~]{1,254}")
 """The form of a path that may be listed. Other paths could read like commands, and an administrator sees a changed
 file's path next to the agent's advice."""
@@ -300,23 +268,19 @@ class Original(NamedTuple):
     size: int
 
 
-class _NodeFilesDocument(NamedTuple):
+class _NodeFiles(NamedTuple):
     files: dict[str, Original]
-    """By path in the machine."""
 
 
 def render_node_files(files: Mapping[str, tuple[str, int]]) -> bytes:
-    """Return the document, without files whose paths may not be listed; the same files give the same bytes.
-
-    `files` has digest and size by path.
-    """
+    """Return the document for files with digest and size by path, without those whose paths may not be listed."""
     listed = {path: Original(*files[path]) for path in sorted(files) if PATH.fullmatch(path)}
-    return render_document(NODE_FILES_VERSION, _NodeFilesDocument(listed))
+    return render_document(VERSION, _NodeFiles(listed))
 
 
 def parse_node_files(where: str, data: bytes) -> dict[str, Original]:
-    """Return the files by path. Raises DocumentError."""
-    files = parse_document(where, data, _NodeFilesDocument, NODE_FILES_VERSION, HOST).files
+    """Return the files by path in the machine. Raises DocumentError."""
+    files = parse_document(where, data, _NodeFiles, VERSION, HOST).files
     for path in files:
         if not PATH.fullmatch(path):
             raise DocumentError(f"{where}: key files has a path that may not be listed: {path[:100]!a}")

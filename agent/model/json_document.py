@@ -64,11 +64,15 @@ def require_object(where: str, value: object) -> dict[str, Any]:
 
 def in_json(value: object) -> str:
     """Return what JSON calls the type of a parsed value."""
-    return _word(type(value))
+    return JSON_TYPES.get(type(value), type(value).__name__)
 
 
-def _word(kind: type) -> str:
-    return JSON_TYPES.get(kind, kind.__name__)
+def _expected(where: str, key: str, value: object, kind: type[V]) -> V:
+    """Return the value at a key, which must be of type `kind`. A whole number is also a float; a boolean is neither."""
+    if type(value) is kind or (kind is float and type(value) is int):
+        return cast(V, value)
+    wanted = "a number" if kind is float else JSON_TYPES.get(kind, kind.__name__)
+    raise DocumentError(f"{where}: key {key} must be {wanted}, not {in_json(value)}")
 
 
 HOST, IMAGE = "on the host", "in the machine's image"
@@ -88,31 +92,22 @@ def accept_version(where: str, document: dict[str, Any], known: int, writer: str
 
 
 def get(where: str, document: dict[str, Any], key: str, kind: type[V]) -> V:
-    """Return the value at `key`, which must be of type `kind`. A bool does not count as an int."""
+    """Return the value at `key`, which must be of type `kind`."""
     if key not in document:
         raise DocumentError(f"{where}: key {key} is missing")
-    value = document[key]
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise DocumentError(f"{where}: key {key} must be {_word(kind)}, not {in_json(value)}")
-    return value
+    return _expected(where, key, document[key], kind)
 
 
 def objects(where: str, document: dict[str, Any], key: str, parse: Callable[[str, dict[str, Any]], V]) -> tuple[V, ...]:
     """Return the results of `parse` for the objects in the list at `key`."""
-    items = get(where, document, key, list)
-    return tuple(
-        parse(f"{where}: {key}[{index}]", require_object(f"{where}: {key}[{index}]", item))
-        for index, item in enumerate(items)
-    )
+    items = ((f"{where}: {key}[{index}]", item) for index, item in enumerate(get(where, document, key, list)))
+    return tuple(parse(place, require_object(place, item)) for place, item in items)
 
 
 def strings(where: str, document: dict[str, Any], key: str) -> tuple[str, ...]:
     """Return the strings in the list at `key`."""
     items = get(where, document, key, list)
-    for index, item in enumerate(items):
-        if not isinstance(item, str):
-            raise DocumentError(f"{where}: key {key}[{index}] must be a string, not {in_json(item)}")
-    return tuple(items)
+    return tuple(_expected(where, f"{key}[{index}]", item, str) for index, item in enumerate(items))
 
 
 class Form(NamedTuple):
@@ -183,53 +178,27 @@ def _fields(kind: Any) -> dict[str, tuple[Decoder, bool]]:  # noqa: ANN401
 
 
 def _decoder(hint: Any) -> Decoder:  # noqa: ANN401 - an annotation
-    arguments = get_args(hint)
-    match get_origin(hint):
-        case origin if origin is Annotated:
-            return _formed(_decoder(arguments[0]), arguments[1])
-        case origin if origin is tuple:
-            return _sequence(_decoder(arguments[0]))
-        case origin if origin is dict:
-            return _mapping(_decoder(arguments[1]))
-        case _:
-            return _single(hint)
-
-
-def _single(kind: type) -> Decoder:
-    if hasattr(kind, "_fields"):
-        return lambda where, key, value: decode(f"{where}: {key}", require_object(f"{where}: {key}", value), kind)
-    if issubclass(kind, StrEnum):
-        words = Form(f"one of {', '.join(map(repr, map(str, kind)))}", {*map(str, kind)}.__contains__)
-        valid = _formed(_single(str), words)
-        return lambda where, key, value: kind(valid(where, key, value))
-    # A whole number is also a number. A boolean is neither.
-    types = (int, float) if kind is float else (kind,)
-
-    def exact(where: str, key: str, value: object) -> object:
-        if type(value) not in types:
-            wanted = "a number" if kind is float else _word(kind)
-            raise DocumentError(f"{where}: key {key} must be {wanted}, not {in_json(value)}")
-        return value
-
-    return exact
-
-
-def _sequence(item: Decoder) -> Decoder:
-    def items(where: str, key: str, value: object) -> tuple[object, ...]:
-        if not isinstance(value, list):
-            raise DocumentError(f"{where}: key {key} must be a list, not {in_json(value)}")
-        return tuple(item(where, f"{key}[{index}]", each) for index, each in enumerate(value))
-
-    return items
-
-
-def _mapping(item: Decoder) -> Decoder:
-    def items(where: str, key: str, value: object) -> dict[str, object]:
-        if not isinstance(value, dict):
-            raise DocumentError(f"{where}: key {key} must be an object, not {in_json(value)}")
-        return {name: item(where, f"{key}[{name[:NAME_SHOWN]!a}]", each) for name, each in value.items()}
-
-    return items
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _formed(_decoder(arguments[0]), arguments[1])
+    if origin is tuple:
+        item = _decoder(arguments[0])
+        return lambda where, key, value: tuple(
+            item(where, f"{key}[{index}]", each) for index, each in enumerate(_expected(where, key, value, list))
+        )
+    if origin is dict:
+        item = _decoder(arguments[1])
+        return lambda where, key, value: {
+            name: item(where, f"{key}[{name[:NAME_SHOWN]!a}]", each)
+            for name, each in _expected(where, key, value, dict).items()
+        }
+    if hasattr(hint, "_fields"):
+        return lambda where, key, value: decode(f"{where}: {key}", require_object(f"{where}: {key}", value), hint)
+    if issubclass(hint, StrEnum):
+        words = Form(f"one of {', '.join(map(repr, map(str, hint)))}", {*map(str, hint)}.__contains__)
+        valid = _formed(_decoder(str), words)
+        return lambda where, key, value: hint(valid(where, key, value))
+    return lambda where, key, value: _expected(where, key, value, hint)
 
 
 def _formed(decoder: Decoder, form: Form) -> Decoder:

@@ -6,47 +6,33 @@ The input is not trusted. Invalid input raises DocumentError, which names the do
 import json
 import re
 from base64 import b64decode, urlsafe_b64encode
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from agent.model.errors import DocumentError
-from agent.model.json_document import NAME_SHOWN, accept_version
+from agent.model.json_document import JSON_TYPES, NAME_SHOWN, accept_version
 
 T = TypeVar("T")
-TYPES = {
+TYPES = {kind.__name__: words for kind, words in JSON_TYPES.items()} | {
     "object": "an object",
     "array": "a list",
-    "str": "a string",
-    "bool": "a boolean",
-    "int": "a whole number",
     "float": "a number",
 }
-"""The words for the types in msgspec's errors, as in agent.model.json_document."""
+"""The words for the types in msgspec's errors."""
 # Patterns for msgspec's errors. They are compiled at an error only, not at each start.
 EXPECTED = r"Expected `([^`]+)`(.*?)(?:, got `(\w+)`)?"
 FIELD = r"(?s)Object (?:missing required|contains (unknown)) field `(.*)`"
-STEP = r"\.(\w+)|\[([0-9]{1,9})\]"
-"""A step of a path: the name of a field, or an index."""
-ANY_KEY = "[...]"
-"""msgspec's step to a value of a dict."""
 
 
 class Format(Generic[T]):
     """The format of a JSON document that has an object of type T."""
 
     def __init__(self, kind: type[T], version: int | None = None, *, advice: str = "") -> None:
-        """Define the format.
-
-        `kind` is T. Without a version, the document has no key `version`. `advice` is added to messages about a damaged
-        document.
-        """
+        """Without a version, the document has no key for it. Messages about a damaged document end with `advice`."""
         self.kind, self._version, self._advice = kind, version, advice
 
     def render(self, value: T) -> bytes:
-        """Return the document for a value."""
         version = {"version": self._version} if self._version else {}
         return json.dumps({**version, **to_builtins(value)}, indent=1).encode() + b"\n"
 
@@ -67,45 +53,27 @@ class Base64(bytes):
 
 
 def decode(where: str, data: bytes, kind: type[T]) -> T:
-    """Return the value in a JSON document. Errors do not name the keys of a dict, unlike the errors of `convert`."""
+    """Return the value in a JSON document."""
     try:
         # Decoded here, because msgspec does not look at the encoding of strings that it skips.
         return msgspec.json.decode(data.decode(), type=kind)
     except msgspec.ValidationError as error:
-        raise DocumentError(f"{where}: {_sentence(*_split(error))}") from error
+        raise DocumentError(f"{where}: {_sentence(error)}") from error
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{where}: not JSON: {error}") from error
 
 
 def convert(where: str, document: dict[str, Any], kind: type[T]) -> T:
-    """Return the value in a parsed document.
-
-    If the document is invalid, most of its content is removed while `_with_names` searches for the wrong key.
-    """
+    """Return the value in a parsed document."""
     try:
-        return _convert(document, kind)
+        return msgspec.convert(document, kind, dec_hook=_from_text)
     except msgspec.ValidationError as error:
-        what, path = _split(error)
-        named = _with_names(path, document, partial(_fails, document, kind, str(error)))
-        raise DocumentError(f"{where}: {_sentence(what, named)}") from error
+        raise DocumentError(f"{where}: {_sentence(error)}") from error
 
 
 def to_builtins(value: object) -> Any:  # noqa: ANN401
     """Return the value as `json.dumps` accepts it."""
     return msgspec.to_builtins(value, enc_hook=_to_text)
-
-
-def _convert(document: dict[str, Any], kind: type[T]) -> T:
-    return msgspec.convert(document, kind, dec_hook=_from_text)
-
-
-def _fails(document: dict[str, Any], kind: type[object], text: str) -> bool:
-    """Return whether the conversion of the document fails with the error `text`."""
-    try:
-        _convert(document, kind)
-    except msgspec.ValidationError as error:
-        return str(error) == text
-    return False
 
 
 def _from_text(kind: type, value: object) -> object:
@@ -120,38 +88,13 @@ def _to_text(value: object) -> str:
     return urlsafe_b64encode(value).decode()
 
 
-def _split(error: msgspec.ValidationError) -> tuple[str, str]:
-    """Return what is wrong with a value, and the value's path."""
-    what, found, path = str(error).rpartition(" - at `$")
-    return (what, path.removesuffix("`")) if found else (str(error), "")
+def _sentence(error: msgspec.ValidationError) -> str:
+    """Return msgspec's error in the words of agent.model.json_document: short printable ASCII, whatever it quotes.
 
-
-def _with_names(path: str, value: Any, fails: Callable[[], bool]) -> str:  # noqa: ANN401
-    """Return msgspec's path below `value`, with the name of a key in place of each ANY_KEY.
-
-    To find the key, all items are removed from the dict, and each is put back alone, until `fails` returns True.
+    A key of a mapping is `[...]`.
     """
-    before, found, after = path.partition(ANY_KEY)
-    if not found:
-        return path
-    try:
-        for field, index in re.findall(STEP, before):
-            value = value[int(index)] if index else value[field]
-        items = tuple(value.items())
-    except (LookupError, TypeError, AttributeError):
-        # `path` is no path: an unknown key's name contains the text at which `_split` divides the error's message, so
-        # `path` is the end of that name.
-        return path
-    for key, item in items:
-        value.clear()
-        value[key] = item
-        if fails():
-            return f"{before}[{key[:NAME_SHOWN]!a}]{_with_names(after, item, fails)}"
-    return path
-
-
-def _sentence(what: str, path: str) -> str:
-    """Return msgspec's error in the words of agent.model.json_document: short printable ASCII, whatever it quotes."""
+    what, found, path = str(error).rpartition(" - at `$")
+    what, path = (what, path.removesuffix("`")) if found else (str(error), "")
     key = f"key {path.removeprefix('.')}" if path else "the document"
     if match := re.fullmatch(EXPECTED, what):
         expected, limit, got = match.groups()

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from agent.model.contract import (
-    GPU_STATES_SIZE_LIMIT,
     MESSAGE_LIMIT,
     Effect,
     GpuState,
@@ -15,6 +14,7 @@ from agent.model.contract import (
     render_gpu_states,
 )
 from agent.model.errors import DocumentError
+from agent.system.files import READ_LIMIT
 
 WELL = GpuStatus(
     "0000:01:00.0", "vendor", GpuState.HEALTHY, kernel_driver="vendor", numa_node=1, pcie_root="pci0000:00"
@@ -49,7 +49,7 @@ def test_the_limit_is_enough_for_a_large_host() -> None:
     worst = (
         GpuStatus(f"0000:{each:02x}:00.0", "v" * 60, GpuState.LOST, "x" * 63, "\U0001f4a5" * 500) for each in range(32)
     )
-    assert len(render_gpu_states(worst)) < GPU_STATES_SIZE_LIMIT
+    assert len(render_gpu_states(worst)) < READ_LIMIT
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,8 @@ class Outer(Struct, forbid_unknown_fields=True):
     ("document", "expected"),
     [
         ({"inner": []}, "key inner must be an object, not a list"),
-        ({"inner": {"a": [], "b": [{"number": "1"}]}}, "key inner['b'][0].number must be a whole number, not a string"),
-        # The first wrong value is named, even if others are wrong in the same way or in another.
-        ({"inner": {"a": 1, "b": 1}}, "key inner['a'] must be a list, not a whole number"),
-        ({"inner": {"a": [], "b": 1}, "content": 1}, "key inner['b'] must be a list, not a whole number"),
-        (
-            {"inner": {"a": [{"number": 1, "numbers": {"x": 1, "y\x1b": True, "z": 1.5}}], "b": 1}},
-            "key inner['a'][0].numbers['y\\x1b'] must be a whole number, not a boolean",
-        ),
-        ({"inner": {"é": [{}]}}, "key inner['\\xe9'][0].number is missing"),
+        ({"inner": {"a": [], "b": [{"number": "1"}]}}, "key inner[...][0].number must be a whole number, not a string"),
+        ({"inner": {"é": [{}]}}, "key inner[...][0].number is missing"),
         ({"other": 1}, "key other is unknown"),
         # Such keys look like the paths in msgspec's errors.
         ({"x` - at `$.inner[...]": 1}, "key inner[...].x is unknown"),

@@ -12,7 +12,6 @@ from agent.host.observe.machine import observe_joined
 from agent.host.state.records import OWNED_FILES, Owned
 from agent.model.conditions import Condition
 from agent.model.contract import (
-    GPU_STATES_SIZE_LIMIT,
     host_status,
     parse_host_status,
     render_host_status,
@@ -377,7 +376,7 @@ def publish_host_status(
 def _published(path: str, system: System) -> bytes:
     try:
         # A link is not followed: root in the machine can remount the directory writable and put one there.
-        return system.read_untrusted(path, GPU_STATES_SIZE_LIMIT)[0]
+        return system.read_untrusted(path)[0]
     except OSError:
         return b""
 
