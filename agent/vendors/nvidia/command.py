@@ -14,17 +14,19 @@ def output_file(directory: str) -> str:
     return f"{directory}/nvidia.json"
 
 
-def generate_command(driver_root: str, directory: str, hooks: Iterable[str] = ()) -> tuple[str, ...]:
+def generate_command(
+    driver_root: str, directory: str, hooks: Iterable[str] = (), mode: str = "nvml"
+) -> tuple[str, ...]:
     """Return the command that writes the specification for a driver root to a directory.
 
     `driver_root` must not be a symbolic link. `hooks` are enabled in addition to the two hooks that every container
-    needs.
+    needs. Only mode nvml has GPUs to name.
     """
     return (
         NVIDIA_CTK,
         "cdi",
         "generate",
-        "--mode=nvml",
+        f"--mode={mode}",
         f"--driver-root={driver_root}",
         "--dev-root=/",
         f"--nvidia-cdi-hook-path={HOOK}",
@@ -37,7 +39,6 @@ def generate_command(driver_root: str, directory: str, hooks: Iterable[str] = ()
         "--enable-hook=create-symlinks",
         "--enable-hook=update-ldcache",
         *(f"--enable-hook={hook}" for hook in hooks),
-        "--device-name-strategy=index",
-        "--device-name-strategy=uuid",
+        *(f"--device-name-strategy={each}" for each in ("index", "uuid") if mode == "nvml"),
         f"--output={output_file(directory)}",
     )

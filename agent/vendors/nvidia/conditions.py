@@ -28,7 +28,7 @@ from agent.vendors.host_vendor import (
     statuses,
     unusable,
 )
-from agent.vendors.nvidia.contract import has_fabric, has_failed, is_answer, is_registered
+from agent.vendors.nvidia.contract import REGISTERED, has_fabric, is_answer, is_registered
 from agent.vendors.nvidia.driver import FABRIC_MANAGER, RUNNING, has_unit
 from agent.vendors.nvidia.grant import built_in, misbound_gpus, modules_to_blacklist
 
@@ -444,7 +444,8 @@ def _not_registered(faulty: Sequence[FabricAnswer], unanswered: str, service: Fa
         "GPUs are not registered with the NVLink fabric, so CUDA fails with error 802 (SYSTEM_NOT_READY): "
         f"{'; '.join(filter(None, (*_words(faulty), unanswered, _fabric_advice(service))))}"
     )
-    if any(map(has_failed, faulty)):
+    # A registration that has ended without success. CUDA also waits for one that has not ended.
+    if any(each.state == REGISTERED[0] for each in faulty):
         return false(kind, Reason.FABRIC_FAILED, message, concerned)
     if isinstance(service.state, Broken) or service.state in ("inactive", "failed", "deactivating"):
         return false(kind, Reason.FABRIC_NOT_REGISTERED, message, concerned)

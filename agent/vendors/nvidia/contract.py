@@ -1,18 +1,26 @@
-"""Sockets of the driver's daemons on the host. Machines and their pods get them only if settings name the daemon. Pure.
+"""What the host half, the machine half and NVIDIA's own components agree on: names, paths, sockets, words. Pure.
 
-A machine gets a daemon's whole directory, because a daemon that restarts makes a new socket there, and a bind mount of
-the old socket would be useless. nvidia-ctk would mount the sockets into pods (internal/discover/ipc.go), but looks for
-them below the driver root, where they are not; so the agent adds these mounts. The data are plain mappings, because
-these load fast, and each start of the machine half loads them.
+The data are plain mappings, because these load fast, and each start of the machine half loads them.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agent.model.conditions import ConditionType
+from agent.model.device import DeviceKind
 from agent.model.handoff import FabricAnswer
 from agent.vendors.machine_vendor import Marker
+
+SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
+"""Kinds of nodes that every machine with a GPU gets, and that nvidia-ctk gives to every container (common-nvml.go).
+Alone, they give access to no GPU."""
+
+# Sockets of the driver's daemons on the host. Machines and their pods get them only if settings name the daemon.
+#
+# A machine gets a daemon's whole directory, because a daemon that restarts makes a new socket there, and a bind mount
+# of the old socket would be useless. nvidia-ctk would mount the sockets into pods (internal/discover/ipc.go), but looks
+# for them below the driver root, where they are not; so the agent adds these mounts.
 
 MOUNT_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
 """Options of the mounts, as in nvidia-ctk since 1.19. Mounts are writable, although connect(2) does not need that."""
@@ -44,18 +52,6 @@ MOUNTS: Mapping[str, Mapping[str, str]] = {
 def mount_points(names: Iterable[str]) -> dict[str, str]:
     """Return what pods get for these daemons: paths in pods by path in the machine. Missing paths are included too."""
     return {source: target for name in names for source, target in MOUNTS.get(name, {}).items()}
-
-
-def mounts(names: Iterable[str], present: Set[str]) -> Iterator[dict[str, Any]]:
-    """Yield the mounts for a CDI specification. `present` has the paths that exist in the machine."""
-    for source, target in mount_points(names).items():
-        if source in present:
-            yield {"hostPath": source, "containerPath": target, "options": list(MOUNT_OPTIONS)}
-
-
-def missing_daemons(names: Iterable[str], present: Set[str]) -> tuple[str, ...]:
-    """Return the daemons that have no path in `present`. (MOUNTS has each daemon's paths.)"""
-    return tuple(name for name in names if not MOUNTS.get(name, {}).keys() & present)
 
 
 # Names that NVIDIA's Kubernetes device plugin, and others for its GPUs, give to sockets, resources and devices.
@@ -97,10 +93,9 @@ NO_ANSWER = ("[", "ERR")
 
 def is_answer(answer: FabricAnswer) -> bool:
     """Return whether the GPU answered, in words that are known."""
-    if not has_fabric(answer):
-        return True
     without_status = answer.state != REGISTERED[0] and answer.status in NO_FABRIC
-    return answer.state in WITH_FABRIC and (without_status or not answer.status.startswith(NO_ANSWER))
+    known = answer.state in WITH_FABRIC and (without_status or not answer.status.startswith(NO_ANSWER))
+    return known or not has_fabric(answer)
 
 
 def has_fabric(answer: FabricAnswer) -> bool:
@@ -110,17 +105,6 @@ def has_fabric(answer: FabricAnswer) -> bool:
 
 def is_registered(answer: FabricAnswer) -> bool:
     return (answer.state, answer.status) == REGISTERED
-
-
-def has_failed(answer: FabricAnswer) -> bool:
-    """Return whether the registration has ended without success. CUDA also waits for one that has not ended."""
-    return answer.state == REGISTERED[0] and not is_registered(answer)
-
-
-def is_settled(gpus: Iterable[str], answers: Iterable[FabricAnswer]) -> bool:
-    """Return whether each of the GPUs has answered that it is registered, or that it has no fabric."""
-    good = {each.gpu for each in answers if is_registered(each) or not has_fabric(each)}
-    return good.issuperset(gpus)
 
 
 # The files by which the GPU Operator's validator says that driver and toolkit work.
@@ -160,7 +144,6 @@ class Instance(NamedTuple):
     gpu: int
     """The GPU's device minor."""
     gi: int
-    """The GPU instance's number."""
     ci: int | None = None
     """The compute instance's number; None for a GPU instance."""
 
@@ -178,23 +161,13 @@ def parse_instance(capability: str) -> Instance | None:
     return Instance(int(match[1]), int(match[2]), int(match[3]) if match[3] else None) if match else None
 
 
-def complete(usable: Iterable[Instance]) -> frozenset[Instance]:
-    """Return the complete instances. `usable` has the instances that have a node.
-
-    A compute instance is complete if both it and its GPU instance have a node. The GPU instance is then complete too.
-    """
-    with_node = frozenset(usable)
-    whole = frozenset(each for each in with_node if each.ci is not None and each.gpu_instance in with_node)
-    return whole | {each.gpu_instance for each in whole}
-
-
 def incomplete_instances(
     existing: Set[Instance], usable: Set[Instance]
 ) -> Iterator[tuple[Instance, tuple[Instance, ...]]]:
     """Yield the `existing` instances that are incomplete, each with the instances whose nodes are missing.
 
-    A GPU instance without a compute instance is incomplete too; it comes with an empty tuple. `usable` is as in
-    `complete`.
+    `usable` has the instances that have a node. A GPU instance without a compute instance is incomplete too; it comes
+    with an empty tuple.
     """
     in_use = {each.gpu_instance for each in existing if each.ci is not None}
     for each in sorted(existing, key=lambda each: (each[:2], str(each))):

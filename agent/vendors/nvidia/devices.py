@@ -28,7 +28,7 @@ from agent.system.devices import DRI
 from agent.system.files import System
 from agent.system.trust import classify_error, entries_if_present, read_seen
 from agent.vendors.host_vendor import PROC_DEVICES, GpuError, Sources, parse_majors
-from agent.vendors.nvidia.contract import DIRECTORIES, Instance, complete, incomplete_instances, parse_instance
+from agent.vendors.nvidia.contract import DIRECTORIES, Instance, incomplete_instances, parse_instance
 
 VENDOR_ID = 0x10DE
 DISPLAY_CLASSES = frozenset({0x0300, 0x0302})
@@ -292,8 +292,11 @@ def observe_devices(sources: Sources, listed: GpuList) -> Observed:
         nodes += [node for device in drm if (node := checker.drm(device))]
     except OSError as error:
         return Observed(Unseen(classify_error(error.filename or PROC_DEVICES, error).why))
-    whole = complete(instance for node in nodes if (instance := parse_instance(node.capability)))
-    nodes = [node for node in nodes if not (instance := parse_instance(node.capability)) or instance in whole]
+    with_node = {instance for node in nodes if (instance := parse_instance(node.capability))}
+    compute = {each for each in with_node if each.ci is not None and each.gpu_instance in with_node}
+    # A GPU instance is complete if one of its compute instances is.
+    whole = {None, *compute, *(each.gpu_instance for each in compute)}
+    nodes = [node for node in nodes if parse_instance(node.capability) in whole]
     kinds = list(DeviceKind)
     ordered = sorted(nodes, key=lambda node: (kinds.index(node.kind), node.number.minor, node.path))
     return Observed(tuple(ordered), checker.problems, tuple(checker.incomplete()))

@@ -5,18 +5,18 @@ import json
 import posixpath
 import re
 import time
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from agent.model.device import DeviceKind, DeviceNumber, as_in_sysfs
 from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError
-from agent.model.handoff import FabricAnswer, GrantedFile, Request
+from agent.model.handoff import FabricAnswer, Request
 from agent.model.json_document import parse_json
 from agent.model.paths import MACHINE_STATE
 from agent.model.text import dotted, printable
 from agent.system.files import System
-from agent.vendors.cdi import devices, items, normalised, object_of, objects, strings, with_nodes
+from agent.vendors.cdi import items, normalised, object_of, objects, strings, with_nodes
 from agent.vendors.machine_vendor import CdiMode, Generated, looked_up
 from agent.vendors.nvidia import contract
 from agent.vendors.nvidia.command import HOOK, NVIDIA_CTK, generate_command, output_file
@@ -27,14 +27,12 @@ from agent.vendors.nvidia.verify import (
     NO_GPU,
     NO_GPU_EDITS,
     VOID_VARIABLE,
-    Expectations,
+    Sieve,
+    devices,
     is_gpu_name,
     library_problems,
     missing_gpus,
-    remark_on,
-    specification_problems,
     without_incomplete,
-    without_unknown,
 )
 
 OLDEST = (1, 18, 2)
@@ -69,42 +67,41 @@ class Answer(NamedTuple):
 def generate(system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
     """Run nvidia-ctk, which finds the GPUs through NVML. Return its specification, with remarks.
 
-    The device NO_GPU is added to the specification. Incomplete MIG devices, and what this release does not know, are
-    left out. `live` is as in MachineVendor.verify.
+    What nvidia-ctk leaves out of the driver root and the device NO_GPU are added. Incomplete MIG devices, and what this
+    release does not know, are left out. `live` is as in MachineVendor.verify.
     """
     version = check_version(system)
-    remarks = []
-    command = generate_command(request.driver_root, directory, request.cdi_hooks)
-    answers = _run(system, request, command, version)
-    if answers:
-        silent = ", ".join(gpu for gpu in request.gpus if gpu not in answers)
-        remarks.append(
-            f"nvidia-ctk failed with all GPUs, so it ran again without {silent}, which nvidia-smi cannot query"
-        )
-    written = normalised(read_output(system, directory))
-    kept = without_unknown(
-        written,
-        Expectations(request, *looked_up(system, written, live)),
-        lambda name: name == NO_GPU or is_gpu_name(name),
-    )
-    spec, incomplete = without_incomplete(kept.spec, request)
-    missing = _not_listed(spec, request)
+    answers = _run(system, request, generate_command(request.driver_root, directory, request.cdi_hooks), version)
+    silent = [gpu for gpu in request.gpus if gpu not in answers] if answers else []
+    spec, sieve = _sifted(system, request, directory, live, is_device=lambda name: name == NO_GPU or is_gpu_name(name))
+    spec, incomplete = without_incomplete(spec, request)
+    try:
+        missing = missing_gpus(devices(object_of(spec, "the specification"), request), request)
+    except DocumentError:
+        # `verify` reports it.
+        missing = ()
     if missing and not answers:
         answers = query_gpus(system, len(request.gpus), QUERY_LIMIT)
     unpartitioned = _in_mig_mode(answers, missing)
-    if version < RECOMMENDED:
-        remarks.append(
-            f"nvidia-ctk is {dotted(version)}; upgrade to {dotted(RECOMMENDED)}, which fixes a race in its hooks"
-        )
-    if not_made := [hook for hook in request.cdi_hooks if not _has_hook(spec, hook)]:
-        remarks.append(f"nvidia-ctk {dotted(version)} lacks these hooks: {', '.join(not_made)}; upgrade the toolkit")
-    if incomplete:
-        remarks.append(f"MIG devices that are not complete yet are left out: {', '.join(incomplete)}")
-    if unpartitioned:
-        remarks.append(_without_instance(unpartitioned))
-    if kept.harmless:
-        remarks.append(remark_on(kept.harmless))
-    return Generated(with_no_gpu(spec), tuple(remarks), unpartitioned, kept.left_out)
+    not_made = [hook for hook in request.cdi_hooks if not _has_hook(spec, hook)]
+    present = {path for path in contract.mount_points(request.sockets) if system.exists(path)}
+    without_socket = [name for name in request.sockets if not contract.MOUNTS.get(name, {}).keys() & present]
+    spec, added = with_additions(with_no_gpu(spec), request, present)
+    remarks = {
+        f"added what {NVIDIA_CTK} leaves out: {in_words(added)}": added,
+        f"no socket of {', '.join(without_socket)} yet: start the daemon on the host": without_socket,
+        "nvidia-ctk failed with all GPUs, so it ran again without "
+        f"{', '.join(silent)}, which nvidia-smi cannot query": silent,
+        f"nvidia-ctk is {dotted(version)}; upgrade to {dotted(RECOMMENDED)}, which fixes a race in its hooks": (
+            version < RECOMMENDED
+        ),
+        f"nvidia-ctk {dotted(version)} lacks these hooks: {', '.join(not_made)}; upgrade the toolkit": not_made,
+        f"MIG devices that are not complete yet are left out: {', '.join(incomplete)}": incomplete,
+        _without_instance(unpartitioned): unpartitioned,
+        _remark_on(sieve): sieve.harmless,
+    }
+    said = tuple(remark for remark, wanted in remarks.items() if wanted)
+    return Generated(spec, said, unpartitioned, tuple(sieve.left_out))
 
 
 def _run(system: System, request: Request, command: tuple[str, ...], version: tuple[int, ...]) -> Mapping[str, Answer]:
@@ -118,8 +115,7 @@ def _run(system: System, request: Request, command: tuple[str, ...], version: tu
         system.run(*command, timeout=GENERATE_LIMIT)
         return {}
     except ExitCodeError as error:
-        remaining = deadline - time.monotonic()
-        found = query_gpus(system, len(request.gpus), remaining / 2)
+        found = query_gpus(system, len(request.gpus), (deadline - time.monotonic()) / 2)
         # If no GPU gets a CDI device, nvidia-ctk fails with the error below, because the device `all` would be empty.
         unpartitioned = _in_mig_mode(found, request.gpus) if "empty device edits" in error.stderr else ()
         if unpartitioned:
@@ -127,7 +123,10 @@ def _run(system: System, request: Request, command: tuple[str, ...], version: tu
         answers = {gpu: found[gpu] for gpu in request.gpus if gpu in found}
         if version < SELECTS_DEVICES or len(answers) == len(request.gpus):
             raise
-        names = device_ids(system, answers)
+        # The devices that pods can use: GPUs that are not in MIG mode, and MIG devices.
+        names = [each.uuid for each in answers.values() if not each.in_mig_mode]
+        if len(names) < len(answers):
+            names += list_profiles(system, GPU_LIMIT)
         remaining = deadline - time.monotonic()
         if not names or remaining <= 0:
             raise
@@ -135,24 +134,29 @@ def _run(system: System, request: Request, command: tuple[str, ...], version: tu
     return answers
 
 
-def read_output(system: System, directory: str) -> object:
-    """Return the specification that nvidia-ctk wrote into a directory. Raises OSError or DocumentError."""
+def _sifted(
+    system: System,
+    request: Request,
+    directory: str,
+    live: Mapping[str, DeviceNumber],
+    places: Collection[str] = (),
+    is_device: Callable[[str], bool] = lambda name: True,
+) -> tuple[object, Sieve]:
+    """Return what nvidia-ctk wrote into a directory, without what is unknown. Raises OSError or DocumentError."""
     try:
-        return parse_json(system.read(output_file(directory)))
+        written = normalised(parse_json(system.read(output_file(directory))))
     except ValueError as error:
         raise DocumentError(f"{NVIDIA_CTK} wrote invalid JSON: {error}") from error
+    sieve = Sieve(request, *looked_up(system, written, live), places, is_device)
+    return sieve.sift(written), sieve
+
+
+def _remark_on(sieve: Sieve) -> str:
+    return f"{NVIDIA_CTK} adds what this agent knows to be harmless: {', '.join(sieve.harmless)}"
 
 
 def _in_mig_mode(answers: Mapping[str, Answer], gpus: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(gpu for gpu in gpus if gpu in answers and answers[gpu].in_mig_mode)
-
-
-def _not_listed(spec: object, request: Request) -> tuple[str, ...]:
-    """Return the granted GPUs that no device contains; none if the specification is malformed (`verify` reports it)."""
-    try:
-        return missing_gpus(devices(object_of(spec, "the specification")), request)
-    except DocumentError:
-        return ()
 
 
 def _has_hook(spec: object, name: str) -> bool:
@@ -193,20 +197,24 @@ def _version(system: System) -> tuple[int, ...]:
     The cached version is valid until a reboot, or until the program changes.
     """
     identity = list(system.identity(NVIDIA_CTK)) if system.exists(NVIDIA_CTK) else []
-    try:
-        cached = parse_json(system.read(VERSION_CACHE))
-    except (OSError, ValueError):
-        # Run the program instead.
-        cached = None
-    match cached:
-        case {"program": program, "version": [int(major), int(minor), int(patch)]} if identity and program == identity:
-            return (major, minor, patch)
-        case _:
-            pass
+    # Without a usable cache, the program runs instead.
+    with contextlib.suppress(OSError, ValueError):
+        match parse_json(system.read(VERSION_CACHE)):
+            case {"program": program, "version": [int(major), int(minor), int(patch)]} if identity == program != []:
+                return (major, minor, patch)
     version = parse_version(system.run(NVIDIA_CTK, "--version"))
     # An error ends the run: if nothing can be written to /run, the specification cannot be written either.
     system.write(VERSION_CACHE, json.dumps({"program": identity, "version": version}).encode(), 0o600)
     return version
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Parse the output of `nvidia-ctk --version`: "NVIDIA Container Toolkit CLI version 1.19.1"."""
+    # At most nine digits: int() raises ValueError for thousands of them.
+    match = re.search(r"\bversion v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?!\d)", text)
+    if match is None:
+        raise DocumentError(f"{NVIDIA_CTK} --version: no version in {text.strip()[:200]!r}")
+    return tuple(int(number) for number in match.groups())
 
 
 def list_devices(system: System, directory: str, timeout: float) -> tuple[str, ...]:
@@ -226,15 +234,6 @@ def with_no_gpu(spec: object) -> object:
         return spec
     others = [each for each in listed if not isinstance(each, dict) or each.get("name") != NO_GPU]
     return spec | {"devices": [*others, {"name": NO_GPU, "containerEdits": NO_GPU_EDITS}]}
-
-
-def parse_version(text: str) -> tuple[int, ...]:
-    """Parse the output of `nvidia-ctk --version`: "NVIDIA Container Toolkit CLI version 1.19.1"."""
-    # At most nine digits: int() raises ValueError for thousands of them.
-    match = re.search(r"\bversion v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?!\d)", text)
-    if match is None:
-        raise DocumentError(f"{NVIDIA_CTK} --version: no version in {text.strip()[:200]!r}")
-    return tuple(int(number) for number in match.groups())
 
 
 # The files of a driver root that nvidia-ctk leaves out, and that the agent adds.
@@ -262,17 +261,10 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
     try:
         document = object_of(spec, "the specification")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
+        mounts, hooks, env = objects(common, "mounts"), objects(common, "hooks"), [*items(common, "env")]
         mounted = strings(common, "mounts", "hostPath")
-        hooks = objects(common, "hooks")
-        linked = {each.partition("::")[2] for hook in hooks for each in items(hook, "args") if isinstance(each, str)}
-        ldcache_arguments = {
-            each
-            for hook in hooks
-            if _kind(hook) == "update-ldcache"
-            for each in items(hook, "args")
-            if isinstance(each, str)
-        }
-        present_variables = items(common, "env")
+        arguments = [each for hook in hooks for each in items(hook, "args") if isinstance(each, str)]
+        folders = {each for hook in hooks if _kind(hook) == "update-ldcache" for each in map(str, items(hook, "args"))}
     except DocumentError:
         return spec, ()
     root, libraries = request.driver_root, {f"{each}.{request.driver_version}" for each in NEEDED_LIBRARIES}
@@ -282,16 +274,33 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
         # `verify` would not notice that.
         return spec, ()
     files = [each.target for each in request.files if not each.link and f"{root}/{each.target}" not in mounted]
-    links = {path: target for path, target in _links(request).items() if path not in linked}
-    mounts = [*objects(common, "mounts"), *(_mount(f"{root}/{file}", f"/{file}") for file in files)]
-    mounts += [each for each in contract.mounts(request.sockets, present) if each["hostPath"] not in mounted]
-    arguments = [argument for path, target in sorted(links.items()) for argument in ("--link", f"{target}::{path}")]
-    hooks = _extended(hooks, "create-symlinks", arguments, first=True)
-    folders = {f"/{posixpath.dirname(file.target)}" for file in request.files if not file.link and _is_library(file)}
-    arguments = [argument for folder in sorted(folders - ldcache_arguments) for argument in ("--folder", folder)]
-    hooks = _extended(hooks, "update-ldcache", arguments)
-    variables = [*(f"{each.name}={each.value}" for each in request.environment), VOID_VARIABLE]
-    env = [*present_variables, *(each for each in variables if each not in present_variables)]
+    added = [(f"{root}/{file}", f"/{file}", MOUNT_OPTIONS) for file in files]
+    added += [
+        (source, target, contract.MOUNT_OPTIONS)
+        for source, target in contract.mount_points(request.sockets).items()
+        if source in present and source not in mounted
+    ]
+    mounts += [
+        {"hostPath": source, "containerPath": target, "options": [*options]} for source, target, options in added
+    ]
+    links = {f"/{file.target}": file.link for file in request.files if file.link}
+    wanted_folders = set()
+    for file in request.files:
+        directory, name = posixpath.split(file.target)
+        if file.link:
+            continue
+        if name.startswith(INDIRECT[0]):
+            links[f"/{directory}/{INDIRECT[1]}"] = name
+        # The dynamic loader must find these. X servers' modules and VDPAU drivers are loaded by path.
+        if ".so" in name and posixpath.basename(posixpath.dirname(directory)) == "lib":
+            wanted_folders.add(f"/{directory}")
+    made = {each.partition("::")[2] for each in arguments}
+    flags = [flag for path in sorted(links.keys() - made) for flag in ("--link", f"{links[path]}::{path}")]
+    hooks = _extended(hooks, "create-symlinks", flags, first=True)
+    flags = [flag for folder in sorted(wanted_folders - folders) for flag in ("--folder", folder)]
+    hooks = _extended(hooks, "update-ldcache", flags)
+    variables = (*(f"{each.name}={each.value}" for each in request.environment), VOID_VARIABLE)
+    env += [each for each in variables if each not in env]
     return document | {"containerEdits": common | {"mounts": mounts, "hooks": hooks, "env": env}}, tuple(files)
 
 
@@ -304,33 +313,8 @@ def in_words(added: Iterable[str]) -> str:
     return ", ".join(parts)
 
 
-def _mount(source: str, target: str) -> dict[str, Any]:
-    return {"hostPath": source, "containerPath": target, "options": list(MOUNT_OPTIONS)}
-
-
-def _links(request: Request) -> dict[str, str]:
-    """Return the driver root's links, and a link next to each library that needs one for indirect rendering (INDIRECT).
-
-    Maps each link's path in containers to its target.
-    """
-    links = {f"/{file.target}": file.link for file in request.files if file.link}
-    library, link = INDIRECT
-    for file in request.files:
-        directory, name = posixpath.split(file.target)
-        if name.startswith(library) and not file.link:
-            links[f"/{directory}/{link}"] = name
-    return links
-
-
-def _is_library(file: GrantedFile) -> bool:
-    """Return whether the dynamic loader must find the file. X servers' modules and VDPAU drivers are loaded by path."""
-    directory, name = posixpath.split(file.target)
-    return ".so" in name and posixpath.basename(posixpath.dirname(directory)) == "lib"
-
-
-def _kind(hook: Mapping[str, Any]) -> str:
-    arguments = items(dict(hook), "args")
-    return arguments[1] if len(arguments) > 1 and isinstance(arguments[1], str) else ""
+def _kind(hook: dict[str, Any]) -> object:
+    return (*items(hook, "args"), "", "")[1]
 
 
 def _extended(
@@ -379,7 +363,7 @@ def query_gpus(system: System, count: int, limit: float) -> dict[str, Answer]:
     Return nothing if nvidia-smi cannot run, or if not all GPUs could be queried within `limit` seconds.
     """
     try:
-        rows = _query(system, ("uuid", "mig.mode.current"), count, limit)
+        rows = query(system, ("uuid", "mig.mode.current"), range(count), limit)
     except (AgentError, OSError):
         return {}
     return {gpu: Answer(uuid, mode == "Enabled") for gpu, (uuid, mode) in rows.items() if UUID.fullmatch(uuid)}
@@ -391,47 +375,49 @@ def query_fabric(system: System, gpus: tuple[str, ...]) -> tuple[FabricAnswer, .
     If the driver is too old to be asked, the answers are empty. Return nothing if nvidia-smi cannot run.
     """
     try:
-        rows = _query(system, ("fabric.state", "fabric.status", "persistence_mode"), len(gpus), FABRIC_LIMIT)
+        rows = query(system, ("fabric.state", "fabric.status", "persistence_mode"), range(len(gpus)), FABRIC_LIMIT)
     except ExitCodeError:
         return tuple(FabricAnswer(gpu, "", "") for gpu in gpus)
     except (AgentError, OSError):
         return ()
-    answers = (FabricAnswer(gpu, *map(_fabric_word, rows[gpu])) for gpu in gpus if gpu in rows)
+
+    def word(text: str) -> str:
+        match = FABRIC_WORD.match(printable(text))
+        found = match[1][:WORD_LIMIT] if match else ""
+        # The host refuses other characters, so that no machine can make a command of a word.
+        return found if found in NO_FABRIC else re.sub(r"[^A-Za-z0-9 \[\]]", " ", found)
+
+    answers = (FabricAnswer(gpu, *map(word, rows[gpu])) for gpu in gpus if gpu in rows)
     return tuple(each for each in answers if is_answer(each))
 
 
-def _fabric_word(text: str) -> str:
-    match = FABRIC_WORD.match(printable(text))
-    word = match[1][:WORD_LIMIT] if match else ""
-    # The host refuses other characters, so that no machine can make a command of a word.
-    return word if word in NO_FABRIC else re.sub(r"[^A-Za-z0-9 \[\]]", " ", word)
+def query(system: System, fields: tuple[str, ...], names: Collection[object], limit: float) -> dict[str, list[str]]:
+    """Return the values of fields of GPUs, by PCI address. A GPU that NVML cannot open is left out.
 
-
-def _query(system: System, fields: tuple[str, ...], count: int, limit: float) -> dict[str, list[str]]:
-    """Return the values of fields of `count` GPUs, by PCI address. A GPU that NVML cannot open is left out.
-
-    If one GPU has failed, a query of all GPUs fails. Each GPU is then queried by itself. It is named by its index: to
-    find a GPU by another name, nvidia-smi would also open the GPUs with lower indices.
+    If one GPU has failed, a query of all GPUs fails. Then each of the `names` is queried by itself. These are indices,
+    or PCI addresses: to find a GPU by its address, nvidia-smi also opens the GPUs with lower indices.
 
     Raises ExitCodeError if nvidia-smi does not know the fields; AgentError or OSError if it cannot run, or if not all
     GPUs could be queried within `limit` seconds.
     """
     deadline = time.monotonic() + limit
-    query = (f"--query-gpu=pci.bus_id,{','.join(fields)}", "--format=csv,noheader")
+    arguments = (f"--query-gpu=pci.bus_id,{','.join(fields)}", "--format=csv,noheader,nounits")
+    texts = []
     try:
-        return _parse(system.run(NVIDIA_SMI, *query, timeout=limit / 2), len(fields))
+        texts.append(system.run(NVIDIA_SMI, *arguments, timeout=limit / 2))
     except ExitCodeError as error:
         if error.status == INVALID:
             raise
-    found: dict[str, list[str]] = {}
-    for index in range(count):
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            raise AgentError(f"{NVIDIA_SMI} takes more than {limit:.0f} s", "see `dmesg` on the host for the driver")
-        with contextlib.suppress(AgentError, OSError):
-            shown = system.run(NVIDIA_SMI, f"--id={index}", *query, timeout=min(GPU_LIMIT, remaining))
-            found |= _parse(shown, len(fields))
-    return found
+        for name in names:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                why = f"{NVIDIA_SMI} takes more than {limit:.0f} s"
+                raise AgentError(why, "see `dmesg` on the host for the driver") from error
+            with contextlib.suppress(AgentError, OSError):
+                texts.append(system.run(NVIDIA_SMI, f"--id={name}", *arguments, timeout=min(GPU_LIMIT, remaining)))
+    rows = [[each.strip() for each in row.split(",")] for text in texts for row in text.splitlines()]
+    whole = [row for row in rows if len(row) == len(fields) + 1 and as_in_sysfs(row[0])]
+    return {as_in_sysfs(row[0]): row[1:] for row in whole}
 
 
 def list_profiles(system: System, limit: float) -> dict[str, str]:
@@ -446,27 +432,6 @@ def list_profiles(system: System, limit: float) -> dict[str, str]:
     except ExitCodeError as error:
         listed = error.stdout
     return {match["uuid"]: match["profile"] for match in map(MIG_DEVICE.match, listed.splitlines()) if match}
-
-
-def device_ids(system: System, answers: dict[str, Answer]) -> tuple[str, ...]:
-    """Return the UUIDs of the devices that pods can use: MIG devices, and GPUs in `answers` that are not in MIG mode.
-
-    Raises AgentError or OSError.
-    """
-    whole = [each.uuid for each in answers.values() if not each.in_mig_mode]
-    mig_devices = list_profiles(system, GPU_LIMIT) if len(whole) < len(answers) else ()
-    return (*whole, *mig_devices)
-
-
-def _parse(text: str, count: int) -> dict[str, list[str]]:
-    found = {}
-    for row in text.splitlines():
-        match [each.strip() for each in row.split(",")]:
-            case [address, *values] if len(values) == count and as_in_sysfs(address):
-                found[as_in_sysfs(address)] = values
-            case _:
-                pass
-    return found
 
 
 # Generates CDI specifications in nvidia-ctk's other modes: for non-GPU devices, and for managing all GPUs.
@@ -484,13 +449,7 @@ file contains the version too. So the search path starts with a directory of emp
 be loaded. Without the empty files, nvidia-ctk might load the libraries that the machine's loader cache lists (seen with
 LD_DEBUG=libs and nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
 
-
-GPU_KINDS = frozenset(
-    {
-        *(DeviceKind.GPU, DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS),
-        *(DeviceKind.CAPABILITY, DeviceKind.IMEX_CHANNEL),
-    }
-)
+GPU_KINDS = contract.SHARED | {DeviceKind.GPU, DeviceKind.CAPABILITY, DeviceKind.IMEX_CHANNEL}
 MODES: Mapping[str, CdiMode] = {
     each.name: each
     for each in (
@@ -527,16 +486,13 @@ def generate_mode(
         # Without the arguments, and of the output only the last line: the others list what nvidia-ctk has searched.
         last = error.stderr.rstrip().rpartition("\n")[2]
         raise AgentError(": ".join(filter(None, (NVIDIA_CTK, error.ended, last))), error.hint) from error
-    written = normalised(read_output(system, directory))
-    kept = without_unknown(written, Expectations(request, *looked_up(system, written, live), mode.mounts))
-    remarks = (remark_on(kept.harmless),) if kept.harmless else ()
+    spec, sieve = _sifted(system, request, directory, live, mode.mounts)
     paths = {device.path for device in request.devices}
-    try:
-        spec: object = with_nodes(kept.spec, lambda node: str(node.get("path")) in paths)
-    except DocumentError:
-        # `verify_mode` reports the malformed specification.
-        spec = kept.spec
-    return Generated(spec, remarks, left_out=kept.left_out)
+    # `verify_mode` reports a malformed specification.
+    with contextlib.suppress(DocumentError):
+        spec = with_nodes(spec, lambda node: str(node.get("path")) in paths)
+    remarks = (_remark_on(sieve),) if sieve.harmless else ()
+    return Generated(spec, remarks, left_out=tuple(sieve.left_out))
 
 
 def verify_mode(
@@ -546,14 +502,12 @@ def verify_mode(
     try:
         document = object_of(spec, "the specification")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
-        expected = Expectations(request, live, present, mode.mounts)
-        problems = list(specification_problems(document, mode.kind, expected))
+        problems = Sieve(request, live, present, mode.mounts).check(document, mode.kind)
         if mode.driver_files:
             problems += library_problems(common, request)
         elif foreign := sorted(set(common) - {"env", "mounts"}):
             problems.append(f"containerEdits have unexpected {', '.join(foreign)} for this mode")
-        listed = devices(document)
-        served = {path for name, edits in listed if name == ALL for path in strings(edits, "deviceNodes", "path")}
+        served = {node.path for each in devices(document, request) if each.name == ALL for node in each.nodes}
     except DocumentError as error:
         return (error.message,)
     missing = sorted(device.path for device in request.devices if device.path not in served)
@@ -573,15 +527,13 @@ def mode_command(mode: CdiMode, request: Request, directory: str) -> tuple[str, 
     # Without a driver root, files are mounted from the machine's own root. nvidia-ctk 1.18 also looks in this root for
     # the nodes of mode mofed.
     root = request.driver_root or "/"
-    command = [each for each in generate_command(root, directory) if not each.startswith("--device-name-strategy=")]
-    command[command.index("--mode=nvml")] = f"--mode={mode.name}"
     # nvidia-ctk takes the driver's version from the name of libcuda's file.
     files = (posixpath.split(file.target) for file in request.files if not file.link)
     name = f"libcuda.so.{request.driver_version}"
     places = [f"{root}/{place}" for place, each in files if each == name and TRIPLET_32 not in place]
     vendor, _, device_class = mode.kind.partition("/")
     return (
-        *command,
+        *generate_command(root, directory, mode=mode.name),
         *(f"--library-search-path={place}" for place in (directory, *places)),
         f"--vendor={vendor}",
         f"--class={device_class}",

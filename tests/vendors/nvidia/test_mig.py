@@ -9,7 +9,7 @@ from agent.model.facts import Absent, VendorFacts
 from agent.model.goal import DriverRoots, Grant, Share
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.contract import Instance, complete, parse_instance
+from agent.vendors.nvidia.contract import Instance, parse_instance
 from agent.vendors.nvidia.grant import grant_nvidia
 from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.host import INFORMATION, Host
@@ -159,10 +159,3 @@ def test_imex_channels_are_followed(mig: Host) -> None:
 )
 def test_capabilities_by_name(capability: str, instance: Instance | None) -> None:
     assert parse_instance(capability) == instance
-
-
-def test_complete_instances() -> None:
-    first = Instance(0, 1, 0)
-    assert complete([first]) == frozenset()
-    assert complete([first.gpu_instance]) == frozenset()
-    assert complete([first, first.gpu_instance, Instance(0, 2, 0)]) == {first, first.gpu_instance}

@@ -14,7 +14,7 @@ from agent.model.device import DeviceNumber
 from agent.vendors.cdi import normalised
 from agent.vendors.nvidia.command import HOOK
 from agent.vendors.nvidia.nvidia_ctk import MODES, with_additions, with_no_gpu
-from agent.vendors.nvidia.verify import Expectations, Kept, is_gpu_name, verify, without_unknown
+from agent.vendors.nvidia.verify import Sieve, is_gpu_name, verify
 from tests.fakes.cdi_modes import answer, published, recorded
 from tests.fakes.cdi_modes import machine as machine  # the fixture
 from tests.fakes.cdi_specs import LIVE, Spec
@@ -133,14 +133,12 @@ DANGEROUS: dict[str, tuple[Edit, str]] = {
 }
 
 
-def expectations() -> Expectations:
-    files = {f"{ROOT}/{file.target}" for file in REQUEST.files}
-    live = LIVE | {"/dev/null": NULL, "/dev/sda": DeviceNumber(8, 0)}
-    return Expectations(REQUEST, live, files | {"/etc", "/dev/null", "/dev/sda", *LIVE})
-
-
-def sifted(spec: object) -> Kept:
-    return without_unknown(normalised(spec), expectations(), is_gpu_name)
+FILES = {f"{ROOT}/{file.target}" for file in REQUEST.files}
+HERE = (
+    LIVE | {"/dev/null": NULL, "/dev/sda": DeviceNumber(8, 0)},
+    FILES | {"/etc", "/dev/null", "/dev/sda", *LIVE},
+)
+"""What `verify` learns of the machine: numbers of nodes, and paths that exist."""
 
 
 def settle(tree: Path, spec: Spec) -> Machine:
@@ -255,9 +253,9 @@ def test_what_pods_need_is_not_left_out(tmp_path: Path) -> None:
     limits = hook("apply-cuda-memory-limits", "--limit=new") | {"hookName": "createRuntime"}
     spec = recorded_spec()
     spec["containerEdits"]["hooks"].append(limits)
-    kept = without_unknown(spec, Expectations(asked, LIVE, {f"{ROOT}/{file.target}" for file in asked.files}))
+    kept = Sieve(asked, LIVE, FILES).sift(spec)
     assert "unexpected hook argument apply-cuda-memory-limits" in "; ".join(
-        verify(kept.spec, asked, LIVE, {f"{ROOT}/{file.target}" for file in asked.files}).problems
+        verify(kept, asked, LIVE, FILES).problems
     ), "without the hook that the settings ask for, a pod could use more memory than its share"
 
 
@@ -271,8 +269,7 @@ def test_the_loader_of_containers_finds_the_driver(tmp_path: Path) -> None:
     assert f"/{LIBRARIES}" in made
     without = recorded_spec()
     del without["containerEdits"]["hooks"][1]
-    present = {f"{ROOT}/{file.target}" for file in REQUEST.files}
-    assert verify(without, REQUEST, LIVE, present).problems == (
+    assert verify(without, REQUEST, LIVE, FILES).problems == (
         f"no hook adds /{LIBRARIES} to the loader's cache of containers",
     )
 
@@ -311,8 +308,7 @@ def test_the_runtime_adds_no_devices(tmp_path: Path) -> None:
     machine = settle(tmp_path, spec)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert "NVIDIA_VISIBLE_DEVICES=void" in spec_of(machine)["containerEdits"]["env"]
-    expected = expectations()
-    (problem,) = verify(spec, REQUEST, expected.live, expected.present).problems
+    (problem,) = verify(spec, REQUEST, *HERE).problems
     assert "a pod could get other GPUs of the machine" in problem
 
 
@@ -439,10 +435,9 @@ def test_any_later_specification(
     for edit, place in data.draw(st.permutations(unknown + dangerous)):
         edit(edits_of(spec, place))
     harmful = [edit for edit, place in dangerous if not _is_without_effect(edit, edits_of(with_mounts(), place))]
-    kept = sifted(spec)
-    made = normalised(with_additions(with_no_gpu(kept.spec), REQUEST)[0])
-    expected = expectations()
-    verdict = verify(made, REQUEST, expected.live, expected.present)
+    kept = Sieve(REQUEST, *HERE, is_device=is_gpu_name).sift(normalised(spec))
+    made = normalised(with_additions(with_no_gpu(kept), REQUEST)[0])
+    verdict = verify(made, REQUEST, *HERE)
     if harmful:
         assert verdict.problems
     else:

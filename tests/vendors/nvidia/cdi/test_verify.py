@@ -14,7 +14,7 @@ from agent.vendors.cdi import host_paths
 from agent.vendors.machine_vendor import Verdict
 from agent.vendors.nvidia.command import HOOK
 from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
-from agent.vendors.nvidia.verify import Expectations, verify, without_unknown
+from agent.vendors.nvidia.verify import Sieve, verify
 from tests.fakes.cdi_specs import DRM, LIVE, LIVE_DRM, WITH_DRM, Spec, drm_spec
 from tests.fakes.json_values import JSON
 from tests.fakes.machine import GPUS, LIBRARIES, REQUEST, ROOT, SPEC, recorded_spec
@@ -366,7 +366,7 @@ def test_no_json_breaks_verification(value: object, data: st.DataObject) -> None
     container[key] = value
     spec = place[""]
     check(spec)
-    without_unknown(spec, Expectations(REQUEST, LIVE, PRESENT))
+    Sieve(REQUEST, LIVE, PRESENT).sift(spec)
     host_paths(spec)
 
 
