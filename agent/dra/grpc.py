@@ -8,10 +8,11 @@ faults that block a server, holds a thread for each stream, and does not say whi
 
 import contextlib
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -31,14 +32,16 @@ from h2.exceptions import ProtocolError
 from agent.model.text import one_line
 
 PREFIX = 5
-"""Length in bytes of the prefix of each message: one byte says whether the message is compressed, and four bytes
-give its length."""
+"""Bytes before each message: one says whether it is compressed, and four give its length."""
 TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
-"""The form of the `grpc-timeout` header."""
 UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 CONTENT_TYPE = re.compile(rb"application/grpc([+;].*)?", re.DOTALL)
+INCOMPLETE_LIMIT = 1 << 17
+"""Bytes that may arrive without completing a frame or headers. h2 would keep any number of them, because it checks a
+frame's length only when the frame is complete."""
 
 Headers = list[tuple[str, str]]
+RESPONSE: Headers = [(":status", "200"), ("content-type", "application/grpc"), ("grpc-accept-encoding", "identity")]
 
 
 class Code(IntEnum):
@@ -61,6 +64,10 @@ class RpcError(Exception):
         self.message = message
 
 
+class ConnectionLostError(Exception):
+    """The connection is no longer usable. Bytes that are still to be sent may tell the client why."""
+
+
 class Unary(NamedTuple):
     """A method with one response. The handler may raise RpcError; clients see other exceptions as internal errors."""
 
@@ -81,29 +88,6 @@ def with_prefix(message: bytes) -> bytes:
     return b"\0" + len(message).to_bytes(4, "big") + message
 
 
-def message_size(body: bytes | bytearray, limit: int) -> int | None:
-    """Return the length of the message that a body begins with; None before its prefix is complete.
-
-    Raises RpcError if the message is compressed, or longer than `limit` bytes.
-    """
-    if len(body) < PREFIX:
-        return None
-    if body[0]:
-        raise RpcError(Code.UNIMPLEMENTED, "compressed messages are not supported")
-    size = int.from_bytes(body[1:PREFIX], "big")
-    if size > limit:
-        raise RpcError(Code.RESOURCE_EXHAUSTED, f"a message has {size} bytes, more than {limit}")
-    return size
-
-
-def only_message(body: bytes | bytearray, limit: int) -> bytes:
-    """Return the only message of a complete body. Raises RpcError if the body is not exactly one message."""
-    size = message_size(body, limit)
-    if size is None or len(body) != PREFIX + size:
-        raise RpcError(Code.INTERNAL, "the request is not exactly one message")
-    return bytes(body[PREFIX:])
-
-
 def time_limit(value: bytes) -> float:
     """Return the value, in seconds, of a `grpc-timeout` header. Raises RpcError if it is malformed."""
     match = TIMEOUT.fullmatch(value)
@@ -122,17 +106,6 @@ def trailers(code: Code, message: str = "") -> Headers:
     return headers
 
 
-RESPONSE: Headers = [(":status", "200"), ("content-type", "application/grpc"), ("grpc-accept-encoding", "identity")]
-
-INCOMPLETE_LIMIT = 1 << 17
-"""Bytes that may arrive without completing a frame or headers. h2 would keep any number of them, because it checks a
-frame's length only when the frame is complete."""
-
-
-class ConnectionLostError(Exception):
-    """The connection is no longer usable. Bytes that are still to be sent may tell the client why."""
-
-
 class _Http2(H2Connection):
     """h2's connection with lower limits on memory. A kubelet may use one connection, with many calls, for months."""
 
@@ -140,14 +113,16 @@ class _Http2(H2Connection):
     MAX_CLOSED_STREAMS = 1 << 10
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
     """A call, from its headers until its trailers are sent."""
 
-    method: Method | None = None
-    deadline: float | None = None
+    method: Method
+    deadline: float | None
     """When the client stops waiting, by time.monotonic()."""
     body: bytearray = field(default_factory=bytearray)
+    """What has arrived of the request; empty again once the request is complete."""
+    request: bytes = b""
     complete: bool = False
     """Whether the client has sent the whole request."""
     answered: bool = False
@@ -156,30 +131,25 @@ class Call:
     """Bytes of the response that the flow control windows have held back."""
     trailers: Headers | None = None
     """Sent after all of `unsent`; None while the call runs."""
+    gone: bool = False
+    """Whether the client no longer waits for responses."""
+    taken: threading.Event = field(default_factory=threading.Event)
+    """Set when all responses so far have been sent, or the client is gone. The next one is made only then."""
 
 
-class Caller(Protocol):
-    """Runs calls."""
-
-    def start(self, connection: "Connection", stream: int, method: Method, request: bytes) -> None:
-        """Run a call whose request is complete. Raises RpcError if it cannot."""
-
-    def sent(self, connection: "Connection", stream: int) -> None:
-        """Note that all responses that a call has made so far have been sent."""
-
-    def ended(self, connection: "Connection", stream: int) -> None:
-        """Note that the client no longer waits for responses of a call."""
+Start = Callable[[Any, int, Call], None]
+"""Runs a call whose request is complete, given its connection and stream. Raises RpcError if it cannot."""
 
 
 class Connection:
     """The server's side of a connection."""
 
-    def __init__(self, methods: Mapping[str, Method], caller: Caller, message_limit: int) -> None:
+    def __init__(self, methods: Mapping[str, Method], start: Start, message_limit: int) -> None:
         self.calls: dict[int, Call] = {}
         """Open calls by HTTP/2 stream."""
         self.greeted = False
         """Whether the client has sent its settings, the first frame of HTTP/2."""
-        self._methods, self._caller, self._message_limit = methods, caller, message_limit
+        self._methods, self._start, self._message_limit = methods, start, message_limit
         # Only headers from the client are validated: this module makes the few headers that are sent.
         self._http2 = _Http2(
             H2Configuration(
@@ -191,6 +161,11 @@ class Connection:
         )
         self._http2.initiate_connection()
         self._incomplete = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes that are kept of requests, and of responses that the client's windows have held back."""
+        return self._incomplete + sum(len(call.body) + len(call.unsent) for call in self.calls.values())
 
     def receive(self, data: bytes, now: float) -> None:
         """Handle bytes from the client. Raises ConnectionLostError."""
@@ -207,11 +182,6 @@ class Connection:
         except Exception as error:
             raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
 
-    @property
-    def held(self) -> int:
-        """Bytes that are kept of requests, and of responses that the client's windows have held back."""
-        return self._incomplete + sum(len(call.body) + len(call.unsent) for call in self.calls.values())
-
     def to_send(self) -> bytes:
         """Return the bytes that have become ready for the client since the last call."""
         return self._http2.data_to_send()
@@ -219,17 +189,9 @@ class Connection:
     def send(self, stream: int, message: bytes) -> None:
         """Send a message of a response, unless the call has ended."""
         call = self.calls.get(stream)
-        if call is None or call.trailers is not None:
-            return
-        try:
-            if not call.answered:
-                self._http2.send_headers(stream, RESPONSE)
-        except ProtocolError:
-            self._drop_call(stream)
-            return
-        call.answered = True
-        call.unsent += with_prefix(message)
-        self._flush(stream, call)
+        if call and call.trailers is None:
+            call.unsent += with_prefix(message)
+            self._flush(stream, call)
 
     def finish(self, stream: int, code: Code, message: str = "") -> None:
         """End a call once all of its response is sent, unless the call has ended already."""
@@ -268,7 +230,7 @@ class Connection:
                 self._http2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
                 self._receive_body(event.stream_id, event.data)
             case StreamEnded():
-                self._receive_end(event.stream_id)
+                self._receive_body(event.stream_id, b"", end=True)
             case StreamReset():
                 self._drop_call(event.stream_id)
             case RemoteSettingsChanged() | WindowUpdated():
@@ -282,57 +244,53 @@ class Connection:
                 pass
 
     def _open(self, event: RequestReceived, now: float) -> None:
-        stream = event.stream_id
         headers = {bytes(name): bytes(value) for name, value in event.headers}
-        self.calls[stream] = call = Call()
         if headers.get(b":method") != b"POST":
-            self._send_end(stream, call, [(":status", "405")])
-        elif not CONTENT_TYPE.fullmatch(headers.get(b"content-type", b"")):
-            self._send_end(stream, call, [(":status", "415")])
-        else:
-            try:
-                self._read_headers(call, headers, now)
-            except RpcError as error:
-                self.finish(stream, error.code, error.message)
+            self._send_end(event.stream_id, [(":status", "405")])
+            return
+        if not CONTENT_TYPE.fullmatch(headers.get(b"content-type", b"")):
+            self._send_end(event.stream_id, [(":status", "415")])
+            return
+        try:
+            path = headers.get(b":path", b"").decode(errors="replace")
+            method = self._methods.get(path)
+            if method is None:
+                raise RpcError(Code.UNIMPLEMENTED, f"there is no method {path[:200]}")
+            if headers.get(b"grpc-encoding", b"identity") != b"identity":
+                raise RpcError(Code.UNIMPLEMENTED, "only the encoding identity is supported")
+            timeout = headers.get(b"grpc-timeout")
+            self.calls[event.stream_id] = Call(method, None if timeout is None else now + time_limit(timeout))
+        except RpcError as error:
+            self._send_end(event.stream_id, [*RESPONSE, *trailers(error.code, error.message)])
 
-    def _read_headers(self, call: Call, headers: Mapping[bytes, bytes], now: float) -> None:
-        """Set the call's method and deadline from a request's headers. Raises RpcError."""
-        path = headers.get(b":path", b"").decode(errors="replace")
-        call.method = self._methods.get(path)
-        if call.method is None:
-            raise RpcError(Code.UNIMPLEMENTED, f"there is no method {path[:200]}")
-        if headers.get(b"grpc-encoding", b"identity") != b"identity":
-            raise RpcError(Code.UNIMPLEMENTED, "only the encoding identity is supported")
-        if b"grpc-timeout" in headers:
-            call.deadline = now + time_limit(headers[b"grpc-timeout"])
-
-    def _receive_body(self, stream: int, data: bytes) -> None:
+    def _receive_body(self, stream: int, data: bytes, end: bool = False) -> None:
+        """Add a part of a request, and start the call at its end. The body must be exactly one message."""
         call = self.calls.get(stream)
         if call is None or call.trailers is not None:
             return
         call.body += data
+        call.complete = end
         try:
-            size = message_size(call.body, self._message_limit)
-            if size is not None and len(call.body) > PREFIX + size:
-                raise RpcError(Code.INTERNAL, "the request has more than one message")
-        except RpcError as error:
-            self.finish(stream, error.code, error.message)
-
-    def _receive_end(self, stream: int) -> None:
-        call = self.calls.get(stream)
-        if call is None or call.trailers is not None or call.method is None:
-            return
-        call.complete = True
-        try:
-            request = only_message(call.body, self._message_limit)
-            call.body.clear()
-            self._caller.start(self, stream, call.method, request)
+            size = int.from_bytes(call.body[1:PREFIX], "big") if len(call.body) >= PREFIX else 0
+            if call.body[:1] > b"\0":
+                raise RpcError(Code.UNIMPLEMENTED, "compressed messages are not supported")
+            if size > self._message_limit:
+                raise RpcError(Code.RESOURCE_EXHAUSTED, f"a message has {size} bytes, more than {self._message_limit}")
+            if len(call.body) > PREFIX + size or (end and len(call.body) < PREFIX + size):
+                raise RpcError(Code.INTERNAL, "the request is not exactly one message")
+            if end:
+                call.request = bytes(call.body[PREFIX:])
+                call.body.clear()
+                self._start(self, stream, call)
         except RpcError as error:
             self.finish(stream, error.code, error.message)
 
     def _flush(self, stream: int, call: Call) -> None:
         """Send as much as the client's windows allow, and the trailers once the response is sent."""
         try:
+            if call.unsent and not call.answered:
+                self._http2.send_headers(stream, RESPONSE)
+                call.answered = True
             while call.unsent:
                 size = min(self._http2.local_flow_control_window(stream), self._http2.max_outbound_frame_size)
                 if size <= 0:
@@ -342,22 +300,25 @@ class Connection:
         except ProtocolError:
             self._drop_call(stream)
             return
-        self._caller.sent(self, stream)
+        call.taken.set()
         if call.trailers is not None:
-            self._send_end(stream, call, call.trailers if call.answered else [*RESPONSE, *call.trailers])
+            self._send_end(stream, call.trailers if call.answered else [*RESPONSE, *call.trailers])
 
-    def _send_end(self, stream: int, call: Call, headers: Headers) -> None:
+    def _send_end(self, stream: int, headers: Headers) -> None:
         """Send the headers that end a response."""
-        self._drop_call(stream)
+        call = self._drop_call(stream)
         # A ProtocolError is no fault here: the client may already have reset the stream, because one read may contain a
         # request and also its reset.
         with contextlib.suppress(ProtocolError):
             self._http2.send_headers(stream, headers, end_stream=True)
-            if not call.complete:
+            if call is None or not call.complete:
                 # Tell the client that it need not send the rest of the request (RFC 9113, section 8.1).
                 self._http2.reset_stream(stream, ErrorCodes.NO_ERROR)
 
-    def _drop_call(self, stream: int) -> None:
-        """Forget a call."""
-        if self.calls.pop(stream, None):
-            self._caller.ended(self, stream)
+    def _drop_call(self, stream: int) -> Call | None:
+        """Forget a call: its client no longer waits."""
+        call = self.calls.pop(stream, None)
+        if call:
+            call.gone = True
+            call.taken.set()
+        return call

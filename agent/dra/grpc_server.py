@@ -10,7 +10,6 @@ import errno
 import logging
 import math
 import os
-import queue
 import selectors
 import socket
 import stat
@@ -21,13 +20,31 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from agent.dra.grpc import Code, Connection, ConnectionLostError, Method, RpcError, Unary
+from agent.dra.grpc import Call, Code, Connection, ConnectionLostError, Method, RpcError, Start, Unary
 from agent.model.errors import AgentError
 from agent.system import opening
 
 log = logging.getLogger(__name__)
 
-ADVICE = "check the limit: `systemctl show --property=TasksCurrent,TasksMax unbounded-agent-dra`"
+DIRECTORY_MODE = 0o700
+SOCKET_MODE = 0o600
+BACKLOG = 128
+"""How many connections may wait to be accepted. Further clients wait or, if non-blocking, get EAGAIN (connect(2))."""
+ATTEMPTS = 5
+"""How often to try if somebody keeps putting things in the socket's place."""
+READ = 1 << 16
+"""Bytes that are read from a connection at a time."""
+LINGER = 0.5
+"""Seconds that clients have to hang up after the server has announced that it stops."""
+LONGEST_WAIT = 3600.0
+"""Seconds of the longest wait for events. Clients may set time limits too long for a system call (10 000 years)."""
+ACCEPT_PAUSE = 0.1
+"""Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
+REFUSALS_LOGGED = 10.0
+"""Seconds from one log message about a refused connection to the next: anybody can connect often."""
+
+Admit = Callable[[socket.socket], str]
+"""Returns why the process that made a connection may not use it; empty if it may. Raises OSError."""
 
 
 def start_thread(thread: threading.Thread, work: str) -> None:
@@ -36,15 +53,8 @@ def start_thread(thread: threading.Thread, work: str) -> None:
         thread.start()
     except RuntimeError as error:
         # The unit has as many threads as TasksMax= permits, or there is no memory left.
-        raise AgentError(f"cannot {work}: {error}", ADVICE) from error
-
-
-DIRECTORY_MODE = 0o700
-SOCKET_MODE = 0o600
-BACKLOG = 128
-"""How many connections may wait to be accepted. Further clients wait or, if non-blocking, get EAGAIN (connect(2))."""
-ATTEMPTS = 5
-"""How often to try if somebody keeps putting things in the socket's place."""
+        advice = "check the limit: `systemctl show --property=TasksCurrent,TasksMax unbounded-agent-dra`"
+        raise AgentError(f"cannot {work}: {error}", advice) from error
 
 
 class ListeningSocket:
@@ -63,8 +73,13 @@ class ListeningSocket:
         *directories, self._name = relative.split("/")
         try:
             os.makedirs(base, DIRECTORY_MODE, exist_ok=True)
-            self._directory = _open_below(base, directories)
+            self._directory = opening.open_probe(base)
             try:
+                place = base
+                for name in directories:
+                    outer, place = self._directory, f"{place}/{name}"
+                    self._directory = _open_directory(outer, name, place)
+                    os.close(outer)
                 self._listen()
             except OSError:
                 os.close(self._directory)
@@ -117,19 +132,8 @@ class ListeningSocket:
         self.socket.close()
 
 
-def _open_below(base: str, directories: list[str]) -> int:
-    """Return a descriptor of a directory below `base`. Creates what is missing, and puts aside what is no directory."""
-    descriptor, path = opening.open_probe(base), base
-    for name in directories:
-        outer, path = descriptor, f"{path}/{name}"
-        try:
-            descriptor = _open_directory(outer, name, path)
-        finally:
-            os.close(outer)
-    return descriptor
-
-
 def _open_directory(outer: int, name: str, path: str) -> int:
+    """Return a descriptor of the directory. Creates it if it is missing, and puts aside what is no directory."""
     place = f"/proc/self/fd/{outer}/{name}"
     for _ in range(ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
@@ -150,10 +154,9 @@ def _is_left_over(place: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        if not stat.S_ISSOCK(os.fstat(probe).st_mode):
-            return False
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
-            client.connect(f"/proc/self/fd/{probe}")
+        if stat.S_ISSOCK(os.fstat(probe).st_mode):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+                client.connect(f"/proc/self/fd/{probe}")
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -180,158 +183,6 @@ def _identity(path: str, directory: int | None = None) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-Post = Callable[[Connection, Callable[[], None]], None]
-"""Makes the server's thread run an action for a connection. Other threads must not use connections."""
-
-
-class _Job:
-    """A running call."""
-
-    def __init__(self, unary: bool) -> None:
-        self.unary = unary
-        self.gone = False
-        """Whether the client no longer waits for responses."""
-        self.ready = threading.Event()
-        """Set when the latest response has been sent, or when the client no longer waits. A call with several responses
-        waits for this event before it makes the next response."""
-
-
-class Calls:
-    """The running calls of one server. The public methods are called in the server's thread."""
-
-    def __init__(self, unary: int, streams: int, memory: int, post: Post) -> None:
-        """Limit the running calls with one response, those with several responses, and the bytes of their requests."""
-        self.stopping = False
-        """Whether new calls are refused, because the server is stopping."""
-        self._memory, self._post = memory, post
-        self._jobs: dict[tuple[Connection, int], _Job] = {}
-        self._limits = {True: unary, False: streams}
-        """The limits of calls with one response, and of others. They are separate, because streams may last as long as
-        a connection, and must not keep claims from being prepared."""
-        self._lock = threading.Lock()
-        """For `_busy` and `held`."""
-        self._busy = {True: 0, False: 0}
-        """How many threads are busy with calls that have one response, and how many with others. If the client no
-        longer waits for a call, the call has ended, but its thread may still be busy. So threads are counted."""
-        self.held = 0
-        """Bytes of the requests of these calls."""
-        self._idle = threading.Semaphore(0)
-        """How many threads wait for a call."""
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """Calls for idle threads; None ends a thread. A thread is kept for further calls, because most calls take less
-        time than starting a thread."""
-
-    @property
-    def unary_running(self) -> bool:
-        """Whether a call with one response is running."""
-        return any(job.unary for job in self._jobs.values())
-
-    def start(self, connection: Connection, stream: int, method: Method, request: bytes) -> None:
-        """Run a call whose request is complete. Raises RpcError if it cannot."""
-        if self.stopping:
-            raise RpcError(Code.UNAVAILABLE, "the server is stopping")
-        unary = isinstance(method, Unary)
-        self._occupy(unary, len(request))
-        job = self._jobs[connection, stream] = _Job(unary)
-        call = partial(self._run, job, connection, stream, method, request)
-        if self._idle.acquire(blocking=False):
-            self._work.put(call)
-            return
-        try:
-            threading.Thread(target=self._work_on, args=(call,), name="grpc-call", daemon=True).start()
-        except RuntimeError as error:
-            self._release(unary, len(request))
-            raise RpcError(Code.RESOURCE_EXHAUSTED, f"cannot start a thread: {error}") from error
-
-    def _occupy(self, unary: bool, size: int) -> None:
-        """Count a call with a request of this size. Raises RpcError if that is one too many."""
-        with self._lock:
-            if self._busy[unary] >= self._limits[unary]:
-                kind = "calls" if unary else "streams"
-                raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limits[unary]} {kind} are running, which is the limit")
-            if self.held + size > self._memory:
-                raise RpcError(Code.RESOURCE_EXHAUSTED, f"requests have more than {self._memory} bytes together")
-            self._busy[unary] += 1
-            self.held += size
-
-    def _release(self, unary: bool, size: int) -> None:
-        with self._lock:
-            self._busy[unary] -= 1
-            self.held -= size
-
-    def sent(self, connection: Connection, stream: int) -> None:
-        """Note that all responses that a call has made so far have been sent."""
-        job = self._jobs.get((connection, stream))
-        if job:
-            job.ready.set()
-
-    def ended(self, connection: Connection, stream: int) -> None:
-        """Note that the client no longer waits for responses of a call."""
-        job = self._jobs.pop((connection, stream), None)
-        if job:
-            job.gone = True
-            job.ready.set()
-
-    def end(self) -> None:
-        """Make all threads end: idle ones now, others after their calls."""
-        for _ in range(sum(self._limits.values())):
-            self._work.put(None)
-
-    def _work_on(self, call: Callable[[], None] | None) -> None:
-        """Run a call, and then the calls from the queue, until the queue yields None."""
-        while call is not None:
-            call()
-            call = self._work.get()
-
-    def _run(self, job: _Job, connection: Connection, stream: int, method: Method, request: bytes) -> None:
-        code, message, unary_response = Code.OK, "", None
-        try:
-            if isinstance(method, Unary):
-                unary_response = method.handle(request)
-            else:
-                for response in method.handle(request):
-                    job.ready.clear()
-                    if job.gone:
-                        break
-                    self._post(connection, partial(connection.send, stream, response))
-                    job.ready.wait()
-        except RpcError as error:
-            code, message = error.code, error.message
-        # A bug in a handler must fail only this call. The log has the traceback.
-        except Exception as error:
-            log.exception("a call has failed")
-            code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
-        finally:
-            # Release both before the response is sent, because the client's next call may follow at once. `_idle` comes
-            # first. If it came last, the next call could start a new thread although this thread is about to be idle,
-            # and there could be more threads than the limits permit.
-            self._idle.release()
-            self._release(job.unary, len(request))
-
-        def finish() -> None:
-            # The response of a unary call is sent together with its end: server and client wake up only once.
-            if unary_response is not None:
-                connection.send(stream, unary_response)
-            connection.finish(stream, code, message)
-
-        self._post(connection, finish)
-
-
-READ = 1 << 16
-"""Bytes that are read from a connection at a time."""
-LINGER = 0.5
-"""Seconds that clients have to hang up after the server has announced that it stops."""
-LONGEST_WAIT = 3600.0
-"""Seconds of the longest wait for events. Clients may set time limits too long for a system call (10 000 years)."""
-ACCEPT_PAUSE = 0.1
-"""Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
-REFUSALS_LOGGED = 10.0
-"""Seconds from one log message about a refused connection to the next: anybody can connect often."""
-
-Admit = Callable[[socket.socket], str]
-"""Returns why the process that made a connection may not use it; empty if it may. Raises OSError."""
-
-
 class Limits(NamedTuple):
     """Limits on clients. Times are in seconds."""
 
@@ -353,29 +204,24 @@ class Limits(NamedTuple):
     """How long a client may read nothing although there are bytes for it."""
 
 
-class _Peer:
-    """A client's connection."""
+class _Peer(Connection):
+    """A client's connection, with its socket."""
 
-    def __init__(self, stream: socket.socket, connection: Connection, now: float) -> None:
-        self.stream, self.connection = stream, connection
+    def __init__(self, stream: socket.socket, methods: Mapping[str, Method], start: Start, message_limit: int) -> None:
+        super().__init__(methods, start, message_limit)
+        self.stream = stream
         self.unsent = bytearray()
-        self.connected = self.progress = self.active = now
-        """Times by time.monotonic(). `connected`: when the client connected. `progress`: when the client last read
-        something, or when there was last nothing for it to read. `active`: when the client last sent something."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether no call runs, and nothing waits for the client."""
-        return not self.connection.calls and not self.unsent
+        self.connected = self.progress = self.active = time.monotonic()
+        """`progress`: when the client last read something, or when there was last nothing for it to read. `active`:
+        when the client last sent something."""
 
     @property
     def held(self) -> int:
-        """Bytes that are kept for the client."""
-        return len(self.unsent) + self.connection.held
+        return len(self.unsent) + super().held
 
 
 class Server:
-    """Serves gRPC on a Unix socket, as soon as it is created."""
+    """Serves gRPC on a Unix socket, as soon as it is created. Connections are used only in the server's thread."""
 
     def __init__(
         self,
@@ -390,18 +236,20 @@ class Server:
         Its thread calls `changed` when `clients` has changed, and when the server ends. Raises AgentError if it cannot
         start.
         """
-        self._methods, self._admit, self._limits, self._changed = methods, admit, limits, changed
-        self._listener = listener
-        self._calls = Calls(limits.calls, limits.streams, limits.memory // 2, self._post)
-        self._peers: dict[Connection, _Peer] = {}
-        self._posted: deque[tuple[Connection, Callable[[], None]]] = deque()
+        self._listener, self._methods, self._admit = listener, methods, admit
+        self._limits, self._changed = limits, changed
+        self.peers: set[_Peer] = set()
+        self.running: set[Call] = set()
+        """Calls whose threads are busy, even if nobody waits for them any more. Other threads only remove their own."""
+        self._posted: deque[tuple[_Peer, Callable[[], None]]] = deque()
+        """What other threads want to be done with connections."""
         self._waker, self._woken = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self.stopping = False
         self._end = math.inf
         """The time.monotonic() at which a stopping server closes its connections, even if calls still run."""
         self._not_accepted = ""
         """Why the last connection could not be accepted; empty if it was."""
         self._refusal_logged = -math.inf
-        """When the last refused connection was logged, by time.monotonic()."""
         self._announced_stop = False
         """Whether the server has announced that it stops. From then on, what clients send is ignored."""
         self._selector = selectors.DefaultSelector()
@@ -423,12 +271,12 @@ class Server:
     @property
     def clients(self) -> int:
         """How many clients are connected and have begun HTTP/2."""
-        return sum(connection.greeted for connection in tuple(self._peers))
+        return sum(peer.greeted for peer in tuple(self.peers))
 
     def stop(self, grace: float = 2.0) -> None:
         """Stop, and remove the socket. Calls with one response may run on for `grace` seconds."""
         self._end = time.monotonic() + grace
-        self._calls.stopping = True
+        self.stopping = True
         self._wake()
         self._thread.join(grace + 1)
 
@@ -436,15 +284,15 @@ class Server:
         """Serve until `stop`. After an unexpected error, `healthy` is false."""
         clients = 0
         try:
-            while not self._calls.stopping or (self._calls.unary_running and time.monotonic() < self._end):
+            while not self.stopping or (self._has_unary_calls and time.monotonic() < self._end):
                 for key, _ in self._selector.select(self._pause()):
                     key.data()
                     self._keep_in_memory()
                 while self._posted:
                     self._run_guarded(*self._posted.popleft())
                     self._keep_in_memory()
-                for connection, peer in tuple(self._peers.items()):
-                    self._run_guarded(connection, lambda peer=peer: self._check_and_send(peer))  # type: ignore[misc]
+                for peer in tuple(self.peers):
+                    self._run_guarded(peer, partial(self._check_and_send, peer))
                 if clients != self.clients:
                     clients = self.clients
                     self._changed()
@@ -452,9 +300,14 @@ class Server:
             self._selector.unregister(self._listener.socket)
             self._listener.close()
             self._say_goodbye()
-            self._calls.end()
             self._close()
             self._changed()
+
+    @property
+    def _has_unary_calls(self) -> bool:
+        """Whether a client waits for a call with one response."""
+        calls = (call for peer in self.peers for call in peer.calls.values())
+        return any(call.complete and isinstance(call.method, Unary) for call in calls)
 
     def _close(self) -> None:
         for each in (self._selector, self._waker, self._woken):
@@ -463,43 +316,43 @@ class Server:
     def _say_goodbye(self) -> None:
         """Announce to the clients that the server stops, and give them time to read that and to hang up."""
         self._announced_stop = True
-        for connection, peer in tuple(self._peers.items()):
-            connection.refuse(Code.UNAVAILABLE, "the server is stopping")
-            self._run_guarded(connection, lambda peer=peer: self._write(peer))  # type: ignore[misc]
+        for peer in tuple(self.peers):
+            peer.refuse(Code.UNAVAILABLE, "the server is stopping")
+            self._run_guarded(peer, partial(self._write, peer))
             with contextlib.suppress(OSError):
                 # Do not close the socket yet, only end writing: a client that writes into a closed socket loses what it
                 # has not read yet.
                 peer.stream.shutdown(socket.SHUT_WR)
         end = time.monotonic() + LINGER
-        while self._peers and time.monotonic() < end:
+        while self.peers and time.monotonic() < end:
             for key, _ in self._selector.select(max(0.0, end - time.monotonic())):
                 key.data()
-        for connection in tuple(self._peers):
-            self._hang_up(connection)
+        for peer in tuple(self.peers):
+            self._hang_up(peer)
 
     def _pause(self) -> float | None:
         """Return the seconds until the next deadline or limit, at most LONGEST_WAIT; None if there is none."""
-        due = [self._end] if self._calls.stopping else []
-        for peer in self._peers.values():
-            due += [call.deadline for call in peer.connection.calls.values() if call.deadline is not None]
+        due = [self._end] if self.stopping else []
+        for peer in self.peers:
+            due += [call.deadline for call in peer.calls.values() if call.deadline is not None]
             if peer.unsent:
                 due.append(peer.progress + self._limits.stall)
-            if not peer.connection.greeted:
+            if not peer.greeted:
                 due.append(peer.connected + self._limits.greeting)
         return min(LONGEST_WAIT, max(0.0, min(due) - time.monotonic())) if due else None
 
-    def _run_guarded(self, connection: Connection, action: Callable[[], None]) -> None:
+    def _run_guarded(self, peer: _Peer, action: Callable[[], None]) -> None:
         """Run an action for a connection that is still open. If the action fails, close the connection."""
-        if connection not in self._peers:
+        if peer not in self.peers:
             return
         try:
             action()
         except (ConnectionLostError, OSError) as error:
             log.debug("connection closed: %s", error)
-            self._dismiss(connection)
+            self._hang_up(peer)
         except Exception:
             log.exception("a connection has failed")
-            self._hang_up(connection)
+            self._hang_up(peer)
 
     def _accept(self) -> None:
         try:
@@ -516,16 +369,16 @@ class Server:
         try:
             refusal = self._admit(stream) or self._make_room()
             if refusal:
-                self._log_refusal(refusal)
                 stream.close()
+                if time.monotonic() - self._refusal_logged >= REFUSALS_LOGGED:
+                    self._refusal_logged = time.monotonic()
+                    log.warning("refused a connection to %s: %s", self._listener.path, refusal)
                 return
             stream.setblocking(False)
-            connection = Connection(self._methods, self._calls, self._limits.message)
-            peer = _Peer(stream, connection, time.monotonic())
-            self._selector.register(
-                stream, selectors.EVENT_READ, lambda: self._run_guarded(connection, lambda: self._read(peer))
-            )
-            self._peers[connection] = peer
+            peer = _Peer(stream, self._methods, self._start, self._limits.message)
+            read = partial(self._run_guarded, peer, partial(self._read, peer))
+            self._selector.register(stream, selectors.EVENT_READ, read)
+            self.peers.add(peer)
         except OSError as error:
             log.debug("connection closed: %s", error)
             stream.close()
@@ -535,26 +388,23 @@ class Server:
 
         Return why there is still no room; empty if there is.
         """
-        if len(self._peers) < self._limits.connections:
+        if len(self.peers) < self._limits.connections:
             return ""
-        idle = [peer for peer in self._peers.values() if peer.idle]
+        idle = [peer for peer in self.peers if not peer.calls and not peer.unsent]
         if not idle:
-            return f"{len(self._peers)} connections with running calls are open, which is the limit"
-        longest = min(idle, key=lambda peer: peer.active).connection
+            return f"{len(self.peers)} connections with running calls are open, which is the limit"
+        longest = min(idle, key=lambda peer: peer.active)
         longest.refuse(Code.UNAVAILABLE, "another client has connected")
-        self._dismiss(longest)
+        self._hang_up(longest)
         return ""
-
-    def _log_refusal(self, refusal: str) -> None:
-        now = time.monotonic()
-        if now - self._refusal_logged >= REFUSALS_LOGGED:
-            self._refusal_logged = now
-            log.warning("refused a connection to %s: %s", self._listener.path, refusal)
 
     def _keep_in_memory(self) -> None:
         """Close the connection with the most bytes, one after the other, while there are more than the limit."""
-        while self._calls.held + sum(peer.held for peer in self._peers.values()) > self._limits.memory:
-            largest = max(self._peers.values(), key=lambda peer: peer.held, default=None)
+        while (
+            sum(len(call.request) for call in tuple(self.running)) + sum(peer.held for peer in self.peers)
+            > self._limits.memory
+        ):
+            largest = max(self.peers, key=lambda peer: peer.held, default=None)
             if largest is None or not largest.held:
                 return
             log.warning(
@@ -563,7 +413,7 @@ class Server:
                 self._listener.path,
                 self._limits.memory,
             )
-            self._hang_up(largest.connection)
+            self._hang_up(largest)
 
     def _read(self, peer: _Peer) -> None:
         try:
@@ -575,14 +425,14 @@ class Server:
             raise ConnectionLostError("the client has hung up")
         peer.active = time.monotonic()
         if not self._announced_stop:
-            peer.connection.receive(data, peer.active)
+            peer.receive(data, peer.active)
 
     def _check_and_send(self, peer: _Peer) -> None:
         """End expired calls, send what is ready, and close the connection if the client is too slow."""
         now = time.monotonic()
-        peer.connection.expire(now)
+        peer.expire(now)
         self._write(peer)
-        if not peer.connection.greeted and now >= peer.connected + self._limits.greeting:
+        if not peer.greeted and now >= peer.connected + self._limits.greeting:
             raise ConnectionLostError("the client has not begun HTTP/2")
         if peer.unsent and now >= peer.progress + self._limits.stall:
             raise ConnectionLostError("the client does not read")
@@ -595,27 +445,77 @@ class Server:
         """Send as much as the client takes."""
         if not peer.unsent:
             peer.progress = time.monotonic()
-        peer.unsent += peer.connection.to_send()
+        peer.unsent += peer.to_send()
         with contextlib.suppress(BlockingIOError):
             while peer.unsent:
                 del peer.unsent[: peer.stream.send(peer.unsent)]
                 peer.progress = time.monotonic()
 
-    def _dismiss(self, connection: Connection) -> None:
+    def _hang_up(self, peer: _Peer) -> None:
         with contextlib.suppress(OSError):
             # HTTP/2's GOAWAY, which tells the client why.
-            self._peers[connection].stream.send(connection.to_send())
-        self._hang_up(connection)
+            peer.stream.send(peer.to_send())
+        self.peers.discard(peer)
+        self._selector.unregister(peer.stream)
+        peer.stream.close()
+        peer.drop_all_calls()
 
-    def _hang_up(self, connection: Connection) -> None:
-        peer = self._peers.pop(connection, None)
-        if peer:
-            self._selector.unregister(peer.stream)
-            peer.stream.close()
-            connection.drop_all_calls()
+    def _start(self, peer: _Peer, stream: int, call: Call) -> None:
+        """Run a call in a thread of its own. Raises RpcError if it cannot.
 
-    def _post(self, connection: Connection, action: Callable[[], None]) -> None:
-        self._posted.append((connection, action))
+        The limits of calls with one response and of others are separate, because streams may last as long as a
+        connection, and must not keep claims from being prepared. If the client no longer waits for a call, the call has
+        ended, but its thread may still be busy, so threads are counted.
+        """
+        if self.stopping:
+            raise RpcError(Code.UNAVAILABLE, "the server is stopping")
+        unary, running = isinstance(call.method, Unary), tuple(self.running)
+        limit, kind = (self._limits.calls, "calls") if unary else (self._limits.streams, "streams")
+        if sum(isinstance(each.method, Unary) is unary for each in running) >= limit:
+            raise RpcError(Code.RESOURCE_EXHAUSTED, f"{limit} {kind} are running, which is the limit")
+        if sum(len(each.request) for each in (call, *running)) > self._limits.memory // 2:
+            why = f"requests have more than {self._limits.memory // 2} bytes together"
+            raise RpcError(Code.RESOURCE_EXHAUSTED, why)
+        self.running.add(call)
+        try:
+            threading.Thread(target=self._run, args=(peer, stream, call), name="grpc-call", daemon=True).start()
+        except RuntimeError as error:
+            self.running.discard(call)
+            raise RpcError(Code.RESOURCE_EXHAUSTED, f"cannot start a thread: {error}") from error
+
+    def _run(self, peer: _Peer, stream: int, call: Call) -> None:
+        """Run a call, in its thread."""
+        code, message, unary_response = Code.OK, "", None
+        try:
+            if isinstance(call.method, Unary):
+                unary_response = call.method.handle(call.request)
+            else:
+                for response in call.method.handle(call.request):
+                    call.taken.clear()
+                    if call.gone:
+                        break
+                    self._post(peer, partial(peer.send, stream, response))
+                    call.taken.wait()
+        except RpcError as error:
+            code, message = error.code, error.message
+        # A bug in a handler must fail only this call. The log has the traceback.
+        except Exception as error:
+            log.exception("a call has failed")
+            code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
+        finally:
+            # Before the response is sent, because the client's next call may follow at once.
+            self.running.discard(call)
+
+        def finish() -> None:
+            # The response of a unary call is sent together with its end: server and client wake up only once.
+            if unary_response is not None:
+                peer.send(stream, unary_response)
+            peer.finish(stream, code, message)
+
+        self._post(peer, finish)
+
+    def _post(self, peer: _Peer, action: Callable[[], None]) -> None:
+        self._posted.append((peer, action))
         self._wake()
 
     def _wake(self) -> None:

@@ -23,7 +23,7 @@ from h2.settings import SettingCodes, Settings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from agent.dra.grpc import Code, Connection, ConnectionLostError, Method, RpcError, time_limit, with_prefix
+from agent.dra.grpc import Call, Code, Connection, ConnectionLostError, RpcError, time_limit, with_prefix
 from agent.dra.grpc_server import Limits, Server
 from tests.fakes import grpc_process
 from tests.fakes.grpc_process import ECHO
@@ -48,7 +48,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 def still_serves(server: Server) -> Iterator[None]:
     """Check after each test that the server has no connection left, and still serves new clients."""
     yield
-    wait_for(lambda: not server._peers, LONG)
+    wait_for(lambda: not server.peers, LONG)
     with grpc.insecure_channel(f"unix:{server._listener.path}") as channel:
         assert channel.unary_unary(ECHO)(b"x", timeout=LONG) == b"x"
 
@@ -124,7 +124,7 @@ def test_the_connection_that_was_idle_longest_makes_room(caplog: pytest.LogCaptu
         server = stack.enter_context(serving(LIMITS._replace(greeting=LONG)))
         clients = [stack.enter_context(connected(server)) for _ in range(LIMITS.connections)]
         clients[0].sendall(asking("/test.Example/Slow")[1])
-        wait_for(lambda: any(connection.calls for connection in server._peers), LONG)
+        wait_for(lambda: any(connection.calls for connection in server.peers), LONG)
         with grpc.insecure_channel(f"unix:{server._listener.path}") as channel:
             assert channel.unary_unary(ECHO)(b"x", timeout=LONG) == b"x"
             read_all(clients[1])
@@ -134,9 +134,9 @@ def test_the_connection_that_was_idle_longest_makes_room(caplog: pytest.LogCaptu
             for each in clients[2:]:
                 each.settimeout(LONG)
                 each.sendall(asking("/test.Example/Slow")[1])
-            wait_for(lambda: sum(bool(each.calls) for each in server._peers) == LIMITS.connections - 1, LONG)
+            wait_for(lambda: sum(bool(each.calls) for each in server.peers) == LIMITS.connections - 1, LONG)
             busy = channel.unary_unary("/test.Example/Hold").future(b"x", timeout=LONG)
-            wait_for(lambda: all(each.calls for each in server._peers), LONG)
+            wait_for(lambda: all(each.calls for each in server.peers), LONG)
             with connected(server) as refused:
                 assert read_all(refused) == b""
             HELD.set()
@@ -161,8 +161,8 @@ def test_a_connection_that_cannot_be_accepted_is_logged_once(
                 patch.setattr(socket.socket, "accept", accept)
                 stack.enter_context(connected(server))
                 wait_for(lambda: len(attempts) >= 3)
-            wait_for(lambda: server._peers)
-        wait_for(lambda: not server._peers)
+            wait_for(lambda: server.peers)
+        wait_for(lambda: not server.peers)
     assert caplog.text.count("cannot accept a connection: [Errno 24] Too many open files") == 2, "once each time"
 
 
@@ -176,7 +176,7 @@ def test_a_client_that_never_reads_is_sent_away(limits: Limits) -> None:
     with serving(limits._replace(greeting=LONG)) as server, connected(server) as client:
         client.sendall(request + frame(8, 0, 1, struct.pack(">I", 1 << 30)) + http2.data_to_send())
         assert client.recv(1), "the server knows the client"
-        wait_for(lambda: not server._peers, LONG)
+        wait_for(lambda: not server.peers, LONG)
 
 
 def test_a_very_long_time_limit_is_accepted(server: Server) -> None:
@@ -194,7 +194,7 @@ def test_a_call_ends_at_its_time_limit_if_the_client_takes_nothing() -> None:
     """After that, the server waits for events only, and does not wake up again and again."""
     http2 = H2Connection(H2Configuration(client_side=True))
     http2.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 0})
-    connection = Connection(METHODS, Refusing(), 100)
+    connection = Connection(METHODS, refuse, 100)
     connection.receive(asking(ECHO, 0, http2=http2, grpc_timeout="1S")[1], 0.0)
     connection.send(1, b"x")
     connection.finish(1, Code.OK)
@@ -222,8 +222,8 @@ def test_calls_that_are_reset_at_once_leave_nothing(server: Server) -> None:
         found = b""
         while b"12345678" not in found:
             found += client.recv(65536)
-        assert all(not connection.calls for connection in server._peers)
-    assert threading.active_count() <= before + Limits().calls
+        assert all(not connection.calls for connection in server.peers)
+    wait_for(lambda: threading.active_count() <= before + Limits().calls, LONG)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_calls_that_are_reset_at_once_leave_nothing(server: Server) -> None:
 )
 def test_other_http_gets_a_status(changed: dict[str, str], status: str) -> None:
     client, request = asking(ECHO, 1, None, **changed)
-    connection = Connection(METHODS, Refusing(), 100)
+    connection = Connection(METHODS, refuse, 100)
     connection.receive(request, 0.0)
     events = client.receive_data(connection.to_send())
     headers = [dict(event.headers) for event in events if hasattr(event, "headers")]
@@ -244,24 +244,15 @@ def test_other_http_gets_a_status(changed: dict[str, str], status: str) -> None:
     assert not connection.calls
 
 
-class Refusing:
-    """Runs no calls."""
-
-    def start(self, connection: Connection, stream: int, method: Method, request: bytes) -> None:
-        raise RpcError(Code.UNAVAILABLE, "not now")
-
-    def sent(self, connection: Connection, stream: int) -> None:
-        pass
-
-    def ended(self, connection: Connection, stream: int) -> None:
-        pass
+def refuse(connection: Connection, stream: int, call: Call) -> None:
+    raise RpcError(Code.UNAVAILABLE, "not now")
 
 
 @given(
     some.lists(some.tuples(some.integers(0, 12), some.integers(0, 255), some.integers(0, 7), some.binary(max_size=60)))
 )
 def test_any_frames_are_handled_or_end_the_connection(frames: list[tuple[int, int, int, bytes]]) -> None:
-    connection = Connection(METHODS, Refusing(), 100)
+    connection = Connection(METHODS, refuse, 100)
     with contextlib.suppress(ConnectionLostError):
         connection.receive(BEGIN, 0.0)
         for each in frames:
@@ -279,7 +270,7 @@ def test_damaged_requests_are_handled_or_end_the_connection(data: some.DataObjec
     damaged = bytearray(asking(ECHO, 20)[1])
     for _ in range(data.draw(some.integers(1, 4))):
         damaged[data.draw(some.integers(len(PREFACE), len(damaged) - 1))] = data.draw(some.integers(0, 255))
-    connection = Connection(METHODS, Refusing(), 100)
+    connection = Connection(METHODS, refuse, 100)
     with contextlib.suppress(ConnectionLostError):
         for start in range(0, len(damaged), 7):
             connection.receive(bytes(damaged[start : start + 7]), 0.0)

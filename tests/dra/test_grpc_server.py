@@ -114,14 +114,6 @@ def test_many_calls_on_one_connection(channel: grpc.Channel, server: Server) -> 
     assert server.clients == 1
 
 
-def test_calls_one_after_the_other_share_a_thread(channel: grpc.Channel) -> None:
-    """To start one takes longer than most of what a call does."""
-    echo = channel.unary_unary("/test.Example/Echo")
-    for _ in range(20):
-        echo(b"x", timeout=LONG)
-    assert sum(each.name == "grpc-call" for each in threading.enumerate()) == 1
-
-
 def test_calls_run_at_the_same_time(channel: grpc.Channel, example: Example) -> None:
     """Also on the same connection: a claim that waits delays no other."""
     waiting = [channel.unary_unary("/test.Example/Wait").future(b"%d" % number, timeout=LONG) for number in range(20)]
@@ -135,7 +127,7 @@ def test_too_many_calls_are_refused(path: str, example: Example) -> None:
     server = serve(path, example.methods, Limits(calls=2))
     with grpc.insecure_channel(f"unix:{path}") as channel:
         waiting = [channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG) for _ in range(2)]
-        wait_for(lambda: len(server._calls._jobs) == 2)
+        wait_for(lambda: len(server.running) == 2)
         assert error(channel, "Echo")[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         example.go_on.set()
         assert [each.result() for each in waiting] == [b"", b""]
@@ -222,8 +214,8 @@ def test_a_stream_waits_for_a_client_that_does_not_read(channel: grpc.Channel, s
     stream = channel.unary_stream("/test.Example/Forever")(b"x" * 1_000_000, timeout=LONG)
     assert len(next(stream)) == 1_000_000
     time.sleep(0.3)
-    waiting = sum(len(call.unsent) for connection in server._peers for call in connection.calls.values())
-    unsent = sum(len(peer.unsent) for peer in server._peers.values())
+    waiting = sum(len(call.unsent) for peer in server.peers for call in peer.calls.values())
+    unsent = sum(len(peer.unsent) for peer in server.peers)
     assert waiting + unsent < 4_000_000
     assert call(channel, "Echo", b"x") == b"x"
 
@@ -235,10 +227,10 @@ def test_stopping_lets_calls_end_and_removes_the_socket(
     waiting = channel.unary_unary("/test.Example/Wait").future(b"x", timeout=LONG)
     watching = channel.unary_stream("/test.Example/Forever")(b"x", timeout=LONG)
     assert next(watching) == b"x"
-    wait_for(lambda: server._calls.unary_running)
+    wait_for(lambda: server.running)
     stopping = threading.Thread(target=server.stop, args=(LONG,))
     stopping.start()
-    wait_for(lambda: server._calls.stopping)
+    wait_for(lambda: server.stopping)
     example.go_on.set()
     assert waiting.result() == b"x"
     with pytest.raises(grpc.RpcError) as caught:
@@ -252,7 +244,7 @@ def test_stopping_lets_calls_end_and_removes_the_socket(
 
 def test_a_stopped_server_does_not_wait_for_ever(channel: grpc.Channel, server: Server, example: Example) -> None:
     waiting = channel.unary_unary("/test.Example/Wait").future(b"x", timeout=LONG)
-    wait_for(lambda: server._calls.unary_running)
+    wait_for(lambda: server.running)
     server.stop(0.1)
     assert waiting.code() is grpc.StatusCode.UNAVAILABLE
 
