@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -77,16 +77,7 @@ RECORD_NAME = "dra_manager_state"
 RECORD_LIMIT = 8 << 20
 """Bytes of the largest record that is read."""
 
-
-def read_record(system: System, kubelet: str) -> bytes:
-    """Return the record's content; empty if there is none, because the kubelet then has no claim. Raises OSError.
-
-    `kubelet` is the kubelet's root directory.
-    """
-    try:
-        return system.read(f"{kubelet}/{RECORD_NAME}", RECORD_LIMIT)
-    except FileNotFoundError:
-        return b""
+Prepared = Mapping[ClaimReference, tuple[PreparedDevice, ...]]
 
 
 def mentions(record: bytes, claim: ClaimReference) -> bool:
@@ -95,37 +86,34 @@ def mentions(record: bytes, claim: ClaimReference) -> bool:
     In a record of an unknown format, every occurrence of the uid counts, even where it is another claim's name.
     """
     try:
-        return any(get(RECORD_NAME, each, "ClaimUID", str) == claim.uid for each in _items(record)) if record else False
+        return any(get(RECORD_NAME, each, "ClaimUID", str) == claim.uid for each in _recorded_claims(record))
     except DocumentError:
         return claim.uid.encode() in record
 
 
 def prepared_claims(record: bytes) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
-    """Return the prepared claims that have devices of this driver. Raises DocumentError."""
-    return dict(_claims(record)) if record else {}
+    """Return the prepared claims in the kubelet's record that have devices of this driver. Raises DocumentError."""
+    where, claims = RECORD_NAME, {}
+    for claim in _recorded_claims(record):
+        drivers = get(where, claim, "DriverState", dict)
+        driver = require_object(where, drivers.get(DRA_DRIVER, {}))
+        devices = objects(where, {"Devices": driver.get("Devices") or []}, "Devices", _recorded_device)
+        if devices:
+            keys = ("Namespace", "ClaimName", "ClaimUID")
+            claims[ClaimReference(*(get(where, claim, key, str) for key in keys))] = devices
+    return claims
 
 
-def _items(record: bytes) -> tuple[dict[str, Any], ...]:
-    """Return the record's claims. Raises DocumentError."""
-    # The record is a JSON object, and its key Data is a string that is itself JSON.
+def _recorded_claims(record: bytes) -> tuple[dict[str, Any], ...]:
+    """Return the claims in the kubelet's record; none for an empty record. Raises DocumentError."""
+    if not record:
+        return ()
+    # The record is a JSON object, and its key Data is a string that is itself JSON. Go writes an empty list as null.
     where = RECORD_NAME
     data = parse_object(where, get(where, parse_object(where, record), "Data", str).encode(errors="replace"))
-    # Go writes an empty list as null.
     if data.get("ClaimInfoStateList", ()) is None:
         return ()
     return objects(where, data, "ClaimInfoStateList", lambda _, item: item)
-
-
-def _claims(record: bytes) -> Iterator[tuple[ClaimReference, tuple[PreparedDevice, ...]]]:
-    where = RECORD_NAME
-    for claim in _items(record):
-        drivers = get(where, claim, "DriverState", dict)
-        if DRA_DRIVER in drivers:
-            driver = require_object(where, drivers[DRA_DRIVER])
-            devices = objects(where, {"Devices": driver.get("Devices") or []}, "Devices", _recorded_device)
-            if devices:
-                keys = ("Namespace", "ClaimName", "ClaimUID")
-                yield ClaimReference(*(get(where, claim, key, str) for key in keys)), devices
 
 
 def _recorded_device(where: str, item: dict[str, Any]) -> PreparedDevice:
@@ -141,17 +129,14 @@ def _recorded_device(where: str, item: dict[str, Any]) -> PreparedDevice:
 
 
 class NotAllocatedError(AgentError):
-    """This claim has no device of this driver on this node."""
+    """This claim is gone, or has no device of this driver on this node."""
 
 
 def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node: str) -> tuple[PreparedDevice, ...]:
     """Return this driver's devices that are allocated to a claim, without their CDI names.
 
-    `claim` is the object that the API server has.
-
-    Raises NotAllocatedError in four cases: the object has another uid than `reference`, the claim is not allocated, it
-    has no device of this driver, or it is allocated on another node than `node`. Raises another AgentError if the
-    object is malformed, or has parameters for the driver.
+    `claim` is the object that the API server has. Raises NotAllocatedError, also if the object has another uid than
+    `reference`. Raises another AgentError if the object is malformed, or has parameters for the driver.
     """
     where = f"claim {reference}"
     document = dict(claim)
@@ -199,28 +184,23 @@ def _result(where: str, item: dict[str, Any]) -> tuple[str, PreparedDevice]:
     return driver, PreparedDevice((request.partition("/")[0],), pool, device, (), share, admin)
 
 
+def fetch_claim(client: ApiClient, claim: ClaimReference) -> Mapping[str, Any]:
+    """Return a claim as the API server has it. Raises NotAllocatedError if it is gone, or another AgentError."""
+    namespace, name = (urllib.parse.quote(each, safe="") for each in (claim.namespace, claim.name))
+    try:
+        return client.get(f"/apis/{API}/namespaces/{namespace}/resourceclaims/{name}")
+    except ApiError as error:
+        # The node authorizer answers 403 if no pod of this node has the claim (authorizeGet of node_authorizer.go).
+        if error.status in (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN):
+            raise NotAllocatedError(error.message, error.hint) from error
+        raise
+
+
 CHECKPOINT = f"{DRA_STATE}/claims.json"
 LOCK = f"{DRA_STATE}/lock"
 VERSION = 1
 SIZE_LIMIT = 4 << 20
 """Bytes of the largest record that is read. A claim takes about 500."""
-
-Prepared = Mapping[ClaimReference, tuple[PreparedDevice, ...]]
-
-
-class PreparedClaim(NamedTuple):
-    """A claim in the file."""
-
-    namespace: str
-    name: str
-    uid: str
-    devices: tuple[PreparedDevice, ...]
-
-
-class PreparedClaims(NamedTuple):
-    """The content of the file."""
-
-    claims: tuple[PreparedClaim, ...]
 
 
 class Checkpoint:
@@ -232,8 +212,7 @@ class Checkpoint:
         Raises AgentError, also if another process uses the file.
         """
         self._system, self._kubelet, self._changed = system, kubelet, changed
-        self._durable = threading.Event()
-        self._durable.set()
+        self._durable = True
         try:
             system.make_directory(DRA_STATE)
             self._lock = system.open_lock(LOCK)
@@ -253,12 +232,15 @@ class Checkpoint:
         self.sync()
         os.close(self._lock)
 
-    def load(self) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
-        """Return the prepared claims.
+    def kubelet_record(self) -> bytes:
+        """Return the kubelet's own record; empty if there is none, because it then has no claim. Raises OSError."""
+        try:
+            return self._system.read(f"{self._kubelet}/{RECORD_NAME}", RECORD_LIMIT)
+        except FileNotFoundError:
+            return b""
 
-        If the file is missing or unusable, return the claims in the kubelet's own record. If that record is unusable
-        too, return none.
-        """
+    def load(self) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
+        """Return the prepared claims: without a usable file, those in the kubelet's own record, or else none."""
         try:
             return parse_checkpoint(self._system.read(CHECKPOINT, SIZE_LIMIT))
         except FileNotFoundError:
@@ -266,7 +248,7 @@ class Checkpoint:
         except (DocumentError, OSError) as error:
             why = f"is not usable: {error}"
         try:
-            claims = prepared_claims(read_record(self._system, self._kubelet))
+            claims = prepared_claims(self.kubelet_record())
         except (DocumentError, OSError) as error:
             # It is safe to start without any claim: the scheduler does not allocate a device to two claims, and the
             # file CHECKPOINT is only a second guard against two claims with one device.
@@ -288,17 +270,16 @@ class Checkpoint:
         then no pod is left running. The next call of `sync` makes the file durable.
         """
         self._system.write_quickly(CHECKPOINT, render_checkpoint(claims), mode=0o600)
-        self._durable.clear()
+        self._durable = False
         self._changed()
 
     def sync(self) -> None:
         """Make the file durable if it has changed. Errors are only logged."""
-        if self._durable.is_set():
+        if self._durable:
             return
-        # The flag is set before the sync, because another thread may clear it during the sync, by `save`. If the sync
-        # fails, the flag stays set: another fsync(2) of the same data could succeed without writing them, so a second
-        # try would prove nothing. The next `save` writes a new file, and clears the flag.
-        self._durable.set()
+        # Before the sync, because another thread may save during the sync. If the sync fails, that changes nothing:
+        # another fsync(2) of the same data could succeed without writing them, so a second try would prove nothing.
+        self._durable = True
         try:
             self._system.sync(CHECKPOINT)
         except OSError as error:
@@ -313,7 +294,8 @@ class Checkpoint:
 def render_checkpoint(claims: Prepared) -> bytes:
     """Return the content of the file."""
     items = [
-        plain(PreparedClaim(*claim, devices)) for claim, devices in sorted(claims.items(), key=lambda item: item[0].uid)
+        {**claim._asdict(), "devices": plain(devices)}
+        for claim, devices in sorted(claims.items(), key=lambda item: item[0].uid)
     ]
     document = {"version": VERSION, "digest": json_digest(items), "claims": items}
     return json.dumps(document).encode() + b"\n"
@@ -321,47 +303,22 @@ def render_checkpoint(claims: Prepared) -> bytes:
 
 def parse_checkpoint(data: bytes) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
     """Return the claims in a document. Raises DocumentError if it is damaged."""
-    where = CHECKPOINT
-    document = parse_object(where, data)
-    accept_version(where, document, VERSION)
-    if get(where, document, "digest", str) != json_digest(document.get("claims")):
-        raise DocumentError(f"{where}: the digest does not match")
-    return {ClaimReference(*each[:3]): each.devices for each in decode(where, document, PreparedClaims).claims}
+    document = parse_object(CHECKPOINT, data)
+    accept_version(CHECKPOINT, document, VERSION)
+    if get(CHECKPOINT, document, "digest", str) != json_digest(document.get("claims")):
+        raise DocumentError(f"{CHECKPOINT}: the digest does not match")
 
+    def prepared(where: str, item: dict[str, Any]) -> tuple[ClaimReference, tuple[PreparedDevice, ...]]:
+        devices = objects(where, item, "devices", lambda where, each: decode(where, each, PreparedDevice))
+        return decode(where, item, ClaimReference), devices
 
-GONE = (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN)
-"""The answers for a claim that is gone. The node authorizer answers 403 if no pod of this node has the claim
-(authorizeGet of node_authorizer.go)."""
-
-
-def claim_reader(client: ApiClient) -> Callable[[ClaimReference], Mapping[str, Any]]:
-    """Return a function that returns a claim as the API server has it.
-
-    The function raises ClaimGoneError or another AgentError.
-    """
-
-    def fetch(claim: ClaimReference) -> Mapping[str, Any]:
-        namespace, name = (urllib.parse.quote(each, safe="") for each in (claim.namespace, claim.name))
-        try:
-            return client.get(f"/apis/{API}/namespaces/{namespace}/resourceclaims/{name}")
-        except ApiError as error:
-            if error.status in GONE:
-                raise ClaimGoneError(error.message, error.hint) from error
-            raise
-
-    return fetch
+    return dict(objects(CHECKPOINT, document, "claims", prepared))
 
 
 ATTEMPTS = 5
 """How often to look again at the claims that have a wanted device, if they change meanwhile."""
 PARTITION_INFIX = "-mig-"
 """Separates a GPU's name from the numbers of its partition (agent.dra.inventory.device_name)."""
-
-Fetch = Callable[[ClaimReference], Mapping[str, Any]]
-
-
-class ClaimGoneError(AgentError):
-    """The API server has no such claim (404), or no pod of this node has the claim (403)."""
 
 
 class NodeClaims:
@@ -370,19 +327,15 @@ class NodeClaims:
     def __init__(
         self,
         node: str,
-        fetch: Fetch,
+        fetch: Callable[[ClaimReference], Mapping[str, Any]],
         devices: Callable[[], Mapping[str, Device]],
         checkpoint: Checkpoint,
-        kubelet_record: Callable[[], bytes],
     ) -> None:
-        """`node` is the name of the node, and also of its pool of devices.
+        """`node` is the name of the node, and also of its pool of devices. `fetch` is `fetch_claim` of its client.
 
-        `fetch` returns a claim as the API server has it, or raises ClaimGoneError or another AgentError. `devices`
-        returns the devices that claims may get now, by name. `kubelet_record` returns the kubelet's own record of
-        claims, or raises OSError.
+        `devices` returns the devices that claims may get now, by name.
         """
-        self._node, self._fetch, self._devices = node, fetch, devices
-        self._checkpoint, self._kubelet_record = checkpoint, kubelet_record
+        self._node, self._fetch, self._devices, self._checkpoint = node, fetch, devices, checkpoint
         self._lock = threading.Lock()
         self._prepared = checkpoint.load()
 
@@ -401,15 +354,23 @@ class NodeClaims:
                 # out.
                 available = self._devices()
                 prepared = tuple(_prepared_device(claim, each, available) for each in allocated)
-                holders = self._holders(claim, prepared)
+                holders = {
+                    other: held
+                    for other, held in self._prepared.items()
+                    if other != claim and _conflicting_device(held, prepared)
+                }
                 if not holders:
-                    # A new tuple, also of the same devices: `_replace` notices that the claim was prepared again.
+                    # A new tuple, also of the same devices: others notice below that it was prepared again.
                     self._keep({**self._prepared, claim: prepared}, save=self._prepared.get(claim) != prepared)
                     log.info("claim %s is prepared: %s", claim, ", ".join(each.device for each in prepared))
                     return prepared
             # Not under the lock: the API server may answer slowly, and other claims must not wait for that.
             for other, held in holders.items():
-                self._replace(other, held, self._still_held(other, held, claim, prepared))
+                still_held = self._still_held(other, held, claim, prepared)
+                with self._lock:
+                    if self._prepared.get(other) is held:
+                        others = {each: devices for each, devices in self._prepared.items() if each != other}
+                        self._keep({**others, other: still_held} if still_held else others)
         raise AgentError(f"claim {claim}: other claims of its devices keep changing", "the kubelet tries again")
 
     def unprepare(self, claim: ClaimReference) -> None:
@@ -425,25 +386,6 @@ class NodeClaims:
             self._checkpoint.save(prepared)
         self._prepared = prepared
 
-    def _holders(
-        self, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]
-    ) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
-        """Return the other claims that have a device that conflicts with a wanted one, with their devices."""
-        return {
-            other: held
-            for other, held in self._prepared.items()
-            if other != claim and _conflicting_device(held, wanted)
-        }
-
-    def _replace(
-        self, other: ClaimReference, held: tuple[PreparedDevice, ...], still_held: tuple[PreparedDevice, ...]
-    ) -> None:
-        """Replace a claim's devices, or forget the claim if it has none, unless it was prepared again meanwhile."""
-        with self._lock:
-            if self._prepared.get(other) is held:
-                others = {each: devices for each, devices in self._prepared.items() if each != other}
-                self._keep({**others, other: still_held} if still_held else others)
-
     def _still_held(
         self,
         other: ClaimReference,
@@ -458,48 +400,37 @@ class NodeClaims:
         """
         device = _conflicting_device(held, wanted)
         try:
-            in_kubelet_record = mentions(self._kubelet_record(), other)
+            in_kubelet_record = mentions(self._checkpoint.kubelet_record(), other)
         except OSError as error:
             log.warning("the kubelet's record of claims is not readable: %s", error)
             in_kubelet_record = True
+        allocated: tuple[PreparedDevice, ...] = ()
+        try:
+            allocated = allocated_devices(other, self._fetch(other), self._node)
+        except NotAllocatedError:
+            pass
+        except AgentError as error:
+            if not in_kubelet_record:
+                raise
+            log.info("cannot tell whether claim %s only monitors its devices: %s", other, error)
         if in_kubelet_record:
-            monitoring = self._with_admin_access(other, held)
-            if not _conflicting_device(monitoring, wanted):
-                return monitoring
+            # The mark `admin` is missing if the claims were taken from the kubelet's record, which does not have it.
+            admin = {each.device for each in allocated if each.admin}
+            admin -= {each.device for each in allocated if not each.admin}
+            monitored = tuple(each._replace(admin=each.admin or each.device in admin) for each in held)
+            if not _conflicting_device(monitored, wanted):
+                return monitored
             raise AgentError(
                 f"claim {claim} cannot have {device} yet: the kubelet has not unprepared claim {other}, which has it",
                 "the kubelet tries again; if that lasts, see `journalctl -u kubelet` for the pod of that claim",
             )
-        if self._is_allocated(other, wanted):
+        if _conflicting_device(allocated, wanted):
             raise AgentError(
                 f"claim {claim} cannot have {device}: it is allocated to claim {other} too",
                 "delete one of the claims and its pod",
             )
         log.warning("claim %s is gone, but the kubelet never unprepared it: claim %s gets %s", other, claim, device)
         return ()
-
-    def _with_admin_access(self, other: ClaimReference, held: tuple[PreparedDevice, ...]) -> tuple[PreparedDevice, ...]:
-        """Return another claim's devices, marked as `admin` if the API server says that they have adminAccess.
-
-        The mark can be missing: if this driver's own record was lost, the claims were taken from the kubelet's record,
-        which does not say which devices have adminAccess.
-        """
-        try:
-            allocated = allocated_devices(other, self._fetch(other), self._node)
-        except AgentError as error:
-            log.info("cannot tell whether claim %s only monitors its devices: %s", other, error)
-            return held
-        admin = {each.device for each in allocated if each.admin}
-        admin -= {each.device for each in allocated if not each.admin}
-        return tuple(each._replace(admin=each.admin or each.device in admin) for each in held)
-
-    def _is_allocated(self, other: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> bool:
-        """Return whether the API server says that another claim has one of the wanted devices. Raises AgentError."""
-        try:
-            allocated = allocated_devices(other, self._fetch(other), self._node)
-        except (ClaimGoneError, NotAllocatedError):
-            return False
-        return bool(_conflicting_device(allocated, wanted))
 
 
 def _prepared_device(

@@ -25,9 +25,6 @@ log = logging.getLogger(__name__)
 
 EXTENDED = "resource.kubernetes.io/extended-resource-claim"
 """The annotation of a claim that the scheduler made for an extended resource (k8s.io/api/resource/v1/types.go)."""
-Fetch = Callable[[ClaimReference], Mapping[str, Any]]
-Send = Callable[[str, str, object], object]
-"""Sends a request with method, path and content. Raises AgentError."""
 
 
 class Pod(NamedTuple):
@@ -44,8 +41,13 @@ class Evictions:
     Each call of the method `make` is one attempt, for all pods whose claims the kubelet has not given back yet.
     """
 
-    def __init__(self, fetch: Fetch, send: Send) -> None:
-        """`fetch` returns a claim as the API server has it, or raises AgentError."""
+    def __init__(
+        self, fetch: Callable[[ClaimReference], Mapping[str, Any]], send: Callable[[str, str, object], object]
+    ) -> None:
+        """`fetch` returns a claim as the API server has it. `send` sends a request with method, path and content.
+
+        Both raise AgentError.
+        """
         self._fetch, self._send = fetch, send
         self._logged: set[tuple[Pod, str]] = set()
         """What was last logged about each pod. The same text is not logged again."""
@@ -73,21 +75,19 @@ class Evictions:
         with contextlib.suppress(ApiError):
             for claim in (*held[first:], *held[:first]):
                 self._unanswered = claim
-                for pod in self._pods(claim):
+                try:
+                    found = pods_of(claim, self._fetch(claim))
+                except AgentError as error:
+                    # If the claim is gone, so is its pod. If the API server does not answer, the next attempt finds it.
+                    log.info("cannot tell which pods have claim %s: %s", claim, one_line(str(error)))
+                    _raise_if_unanswered(error)
+                    continue
+                for pod in found:
                     if pod not in pods:
                         pods.add(pod)
                         self._evict(pod)
             self._unanswered = None
         return tuple(sorted(pods))
-
-    def _pods(self, claim: ClaimReference) -> tuple[Pod, ...]:
-        try:
-            return pods_of(claim, self._fetch(claim))
-        except AgentError as error:
-            # If the claim is gone, so is its pod. If the API server does not answer, the next attempt finds the pod.
-            log.info("cannot tell which pods have claim %s: %s", claim, one_line(str(error)))
-            _raise_if_unanswered(error)
-            return ()
 
     def _evict(self, pod: Pod) -> None:
         namespace, name = (urllib.parse.quote(each, safe="") for each in (pod.namespace, pod.name))
@@ -127,12 +127,12 @@ def pods_of(claim: ClaimReference, document: Mapping[str, Any]) -> tuple[Pod, ..
     if metadata.get("uid") != claim.uid or annotations.get(EXTENDED) != "true":
         return ()
     status = require_object(where, document.get("status") or {})
-    consumers = objects(where, {"reservedFor": status.get("reservedFor") or []}, "reservedFor", _consumer)
-    return tuple(Pod(claim.namespace, name, uid) for kind, name, uid in consumers if kind == "pods")
 
+    def consumer(where: str, item: dict[str, Any]) -> tuple[str, Pod]:
+        resource, name, uid = (get(where, item, key, str) for key in ("resource", "name", "uid"))
+        if not (resource and name and uid):
+            raise DocumentError(f"{where}: a consumer has an empty resource, name or uid")
+        return resource, Pod(claim.namespace, name, uid)
 
-def _consumer(where: str, item: dict[str, Any]) -> tuple[str, str, str]:
-    resource, name, uid = (get(where, item, key, str) for key in ("resource", "name", "uid"))
-    if not (resource and name and uid):
-        raise DocumentError(f"{where}: a consumer has an empty resource, name or uid")
-    return resource, name, uid
+    consumers = objects(where, {"reservedFor": status.get("reservedFor") or []}, "reservedFor", consumer)
+    return tuple(pod for resource, pod in consumers if resource == "pods")

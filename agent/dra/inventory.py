@@ -1,7 +1,6 @@
 """Keeps the devices that this node can offer, as the documents of both halves and the vendors' tools describe them.
 
-The machine half's document lists the allocatable devices, and the host half's has the GPUs' states. Both are read again
-when they have changed.
+The machine half's document lists the allocatable devices, and the host half's has the GPUs' states.
 """
 
 import logging
@@ -16,11 +15,10 @@ from typing import NamedTuple, TypeVar
 
 from agent.model import contract
 from agent.model.contract import AllocatableDevice, AllocatableVendor, Effect, GpuState, GpuStatus
-from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, DocumentError
 from agent.model.paths import ALLOCATABLE, DRA_DRIVER, GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY
 from agent.system.files import System
-from agent.vendors.dra_vendor import Attribute, DeviceFacts, DraVendor
+from agent.vendors.dra_vendor import Attribute, DeviceFacts
 from agent.vendors.drm.dra import AMD, INTEL
 from agent.vendors.nvidia.dra import NVIDIA
 
@@ -108,59 +106,28 @@ def _device(vendor: str, source: AllocatableDevice, state: GpuStatus | None, fac
         "type": PARTITION if source.partition else WHOLE,
         PCI_BUS_ID: source.pci_address,
     }
-    if state is not None:
-        if state.pcie_root:
-            attributes[PCIE_ROOT] = state.pcie_root
-        if state.kernel_driver:
-            attributes["kernelDriver"] = state.kernel_driver
-        if state.numa_node >= 0:
-            attributes[NUMA_NODE] = state.numa_node
-    return Device(
-        name=device_name(source),
-        vendor=vendor,
-        cdi_names=source.cdi_names,
-        pci_address=source.pci_address,
-        attributes=attributes,
-        capacity=facts.capacity,
-        taints=_taints(state),
+    device = Device(device_name(source), vendor, source.cdi_names, source.pci_address, attributes, facts.capacity)
+    if state is None:
+        return device
+    if state.pcie_root:
+        attributes[PCIE_ROOT] = state.pcie_root
+    if state.kernel_driver:
+        attributes["kernelDriver"] = state.kernel_driver
+    if state.numa_node >= 0:
+        attributes[NUMA_NODE] = state.numa_node
+    taint = Taint(f"{DRA_DRIVER}/{state.state}", state.reason, state.effect or Effect.NO_SCHEDULE, state.since)
+    healthy = state.state is GpuState.HEALTHY
+    return device._replace(
+        taints=() if healthy else (taint,),
+        # A GPU that is being detached (DRAINING) works until it is gone.
+        health=Health.UNHEALTHY if state.state in (GpuState.UNHEALTHY, GpuState.LOST) else Health.HEALTHY,
+        health_message="" if healthy else state.message,
         # If the capacity is unknown, the GPU is not shared, because nothing would limit the number of its claims.
-        shared=state is not None and state.shared and not source.partition and bool(facts.capacity),
-        health=_health(state),
-        health_message=state.message if state is not None and state.state is not GpuState.HEALTHY else "",
+        shared=state.shared and not source.partition and bool(facts.capacity),
     )
 
 
-def _taints(state: GpuStatus | None) -> tuple[Taint, ...]:
-    """Return the taint that keeps new pods from a GPU; none if the GPU is healthy, or its state is unknown.
-
-    If the state names no effect, the taint's effect is NoSchedule.
-    """
-    if state is None or state.state is GpuState.HEALTHY:
-        return ()
-    return (Taint(f"{DRA_DRIVER}/{state.state}", state.reason, state.effect or Effect.NO_SCHEDULE, state.since),)
-
-
-def _health(state: GpuStatus | None) -> Health:
-    match state.state if state is not None else None:
-        case None:
-            return Health.UNKNOWN
-        case GpuState.UNHEALTHY | GpuState.LOST:
-            return Health.UNHEALTHY
-        case _:
-            # HEALTHY or DRAINING: a GPU that is being detached works until it is gone.
-            return Health.HEALTHY
-
-
-DRA_VENDORS: tuple[DraVendor, ...] = (NVIDIA, AMD, INTEL)
-
-
-def dra_vendor(name: str) -> DraVendor | None:
-    """Return the vendor of this name; None if this release does not know it."""
-    return next((each for each in DRA_VENDORS if each.name == name), None)
-
-
-T = TypeVar("T")
-
+DRA_VENDORS = {each.name: each for each in (NVIDIA, AMD, INTEL)}
 GPU_STATES = f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}"
 RETRY = 60.0
 """Seconds after which a vendor's tool that has failed is run again."""
@@ -168,14 +135,7 @@ REFRESH = 3600.0
 """Seconds after which a vendor's tool is run again although its last answer was complete: turning ECC on or off changes
 a GPU's memory, and even a complete answer may lack an optional attribute."""
 
-
-class Documents(NamedTuple):
-    """The content of both halves' documents."""
-
-    vendors: tuple[AllocatableVendor, ...] = ()
-    states: Mapping[str, GpuStatus] = MappingProxyType({})
-    problems: Mapping[str, str] = MappingProxyType({})
-    """By path, why a document cannot be used. The earlier content of that document stays in use."""
+T = TypeVar("T")
 
 
 class Inventory:
@@ -184,11 +144,13 @@ class Inventory:
     def __init__(self, system: System) -> None:
         self._system = system
         self._lock = threading.Lock()
-        self._seen: dict[str, FileIdentity | None] = {}
-        self._documents = Documents()
+        self.vendors: tuple[AllocatableVendor, ...] = ()
+        """The vendors, with the allocatable devices of each."""
+        self._states: dict[str, GpuStatus] = {}
+        self._unusable: dict[str, str] = {}
+        """By path, why a document cannot be used. The earlier content of that document stays in use."""
         self._facts: dict[tuple[AllocatableDevice, str], DeviceFacts] = {}
-        self._devices: Mapping[str, Device] | None = None
-        """All devices by name; None if they have to be made again."""
+        """By device and driver version."""
         self._asked: dict[str, float] = {}
         """By vendor, when the tool was last run, by time.monotonic()."""
         self._asked_for_all: dict[str, float] = {}
@@ -211,26 +173,21 @@ class Inventory:
         with self._lock:
             self._allowed = frozenset(vendors)
 
-    def devices(self) -> Mapping[str, Device]:
+    def devices(self) -> dict[str, Device]:
         """Return, by name, the devices that a claim may get now."""
         with self._lock:
             self._refresh()
             return {name: each for name, each in self._all().items() if each.vendor in self._allowed}
 
-    def all_devices(self) -> Mapping[str, Device]:
+    def all_devices(self) -> dict[str, Device]:
         """Return all devices by name, even those that are not offered, because pods may still have them."""
         with self._lock:
             return self._all()
 
     @property
-    def vendors(self) -> tuple[AllocatableVendor, ...]:
-        """The vendors, with the allocatable devices of each."""
-        return self._documents.vendors
-
-    @property
     def problems(self) -> tuple[str, ...]:
         """Sentences on documents that cannot be used, and on tools that fail."""
-        return (*self._documents.problems.values(), *self._failed.values())
+        return (*self._unusable.values(), *self._failed.values())
 
     def read_facts(self) -> bool:
         """Run the vendors' tools if facts are unknown or may be outdated. Return whether that has changed the devices.
@@ -238,7 +195,7 @@ class Inventory:
         This may take FACTS_LIMIT seconds (agent.vendors.dra_vendor) for each vendor.
         """
         with self._lock:
-            vendors, before = self._documents.vendors, self._all()
+            vendors, before = self.vendors, self._all()
         for each in (vendor for vendor in vendors if vendor.devices):
             if devices := self._due(each):
                 self._ask(each, devices)
@@ -263,7 +220,7 @@ class Inventory:
 
     def _ask(self, listed: AllocatableVendor, devices: tuple[AllocatableDevice, ...]) -> None:
         """Run one vendor's tool for `devices`, and keep what it says about them. `listed` has all of its devices."""
-        vendor = dra_vendor(listed.vendor)
+        vendor = DRA_VENDORS.get(listed.vendor)
         new_facts: Mapping[AllocatableDevice, DeviceFacts] = {}
         why = ""
         try:
@@ -282,7 +239,6 @@ class Inventory:
             known = ((device, self._facts.get((device, listed.driver_version))) for device in listed.devices)
             missing = [device for device, facts in known if facts and not facts.complete]
             self._forget()
-            self._devices = None
         if missing:
             names = ", ".join(dict.fromkeys(device.pci_address for device in missing))
             unknown = f"attributes of {names} are unknown, so the node's ResourceSlices lack them"
@@ -293,69 +249,42 @@ class Inventory:
         else:
             self._failed.pop(listed.vendor, None)
 
-    def _all(self) -> Mapping[str, Device]:
-        if self._devices is None:
-            self._devices = self._make()
-        return self._devices
-
-    def _make(self) -> dict[str, Device]:
-        documents = self._documents
+    def _all(self) -> dict[str, Device]:
         facts = {
             device: self._facts[device, vendor.driver_version]
-            for vendor in documents.vendors
+            for vendor in self.vendors
             for device in vendor.devices
             if (device, vendor.driver_version) in self._facts
         }
-        return make_devices(documents.vendors, documents.states, facts)
+        return make_devices(self.vendors, self._states, facts)
 
     def _refresh(self) -> None:
-        seen = {path: self._identity(path) for path in (ALLOCATABLE, GPU_STATES)}
-        if seen == self._seen:
-            return
-        before, self._seen = self._documents, seen
-        problems: dict[str, str] = {}
-        vendors = self._read(ALLOCATABLE, contract.parse_allocatable, problems)
-        states = self._read(GPU_STATES, contract.parse_gpu_states, problems)
-        documents = before._replace(problems=problems)
-        if ALLOCATABLE not in problems:
-            documents = documents._replace(vendors=vendors or ())
-        if GPU_STATES not in problems:
-            documents = documents._replace(states=states or {})
-        if documents == before:
-            # Nothing is new. For example, a document still cannot be read.
-            return
-        for why in problems.values():
-            log.error("%s", why)
-        self._documents = documents
-        self._changed = True
-        self._devices = None
-        self._forget()
+        before = self.vendors, self._states, self._unusable
+        self._unusable = {}
+        self.vendors = self._read(ALLOCATABLE, contract.parse_allocatable, (), self.vendors)
+        self._states = self._read(GPU_STATES, contract.parse_gpu_states, {}, self._states)
+        if (self.vendors, self._states, self._unusable) != before:
+            for why in self._unusable.values():
+                log.error("%s", why)
+            self._changed = True
+            self._forget()
 
     def _forget(self) -> None:
         """Forget facts about devices that are no longer allocatable: the slots may have other GPUs later."""
-        current = {(device, vendor.driver_version) for vendor in self._documents.vendors for device in vendor.devices}
+        current = {(device, vendor.driver_version) for vendor in self.vendors for device in vendor.devices}
         self._facts = {key: facts for key, facts in self._facts.items() if key in current}
 
-    def _read(self, path: str, parse: Callable[[bytes], T], problems: dict[str, str]) -> T | None:
-        """Return the parsed document; None if it is missing or unusable. Add why it is unusable to `problems`."""
+    def _read(self, path: str, parse: Callable[[bytes], T], missing: T, before: T) -> T:
+        """Return the parsed document; `missing` if there is none, and `before` if it is unusable, with a reason."""
         try:
             return parse(self._system.read(path))
         except FileNotFoundError:
-            return None
+            return missing
         except DocumentError as error:
-            problems[path] = f"{path}: {error}"
+            self._unusable[path] = f"{path}: {error}"
         except OSError as error:
-            problems[path] = f"{path}: cannot be read: {error.strerror}"
-            # The next call reads the document again, even if it has not changed: the cause may pass, for example if
-            # there is no memory or file descriptor left just now.
-            self._seen[path] = None
-        return None
-
-    def _identity(self, path: str) -> FileIdentity | None:
-        try:
-            return self._system.identity(path)
-        except OSError:
-            return None
+            self._unusable[path] = f"{path}: cannot be read: {error.strerror}"
+        return before
 
 
 def _merged(before: DeviceFacts, new: DeviceFacts) -> DeviceFacts:

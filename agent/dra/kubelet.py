@@ -23,8 +23,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError, Message
 
@@ -33,12 +33,12 @@ from agent.dra.claims import ClaimReference, PreparedDevice
 from agent.dra.grpc import Code, Method, RpcError, Streaming, Unary
 from agent.dra.grpc_server import Admit, Limits, ListeningSocket, Server
 from agent.dra.inventory import Device
-from agent.model.errors import AgentError, DocumentError
+from agent.model.errors import AgentError
+from agent.model.paths import DRA_DRIVER
 from agent.model.text import one_line
 from agent.system import opening
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 SO_PEERPIDFD = 77
 """The option returns a pidfd of the process that connected (asm-generic/socket.h, Linux 6.5). socket has no name for it
@@ -139,157 +139,53 @@ _READING = threading.Lock()
 """A request of many empty claims takes 40 times its size in memory while it is read, so one is read at a time."""
 
 
-class RegistrationStatus(NamedTuple):
-    """What the kubelet reports about a registration."""
-
-    registered: bool
-    error: str = ""
-
-
-def encode_plugin_info(kind: str, name: str, endpoint: str, services: tuple[str, ...]) -> bytes:
-    """Return a PluginInfo."""
-    info = kubelet_pb2.PluginInfo(type=kind, name=name, endpoint=_valid(endpoint), supported_versions=services)
-    return info.SerializeToString()
-
-
-def decode_registration_status(data: bytes) -> RegistrationStatus:
-    """Return a RegistrationStatus. Raises DocumentError."""
-    status = kubelet_pb2.RegistrationStatus()
-    _read(status, data)
-    return RegistrationStatus(status.plugin_registered, status.error)
-
-
 def decode_claims(data: bytes) -> tuple[ClaimReference, ...]:
-    """Return the claims of a NodePrepareResourcesRequest or a NodeUnprepareResourcesRequest. Raises DocumentError."""
+    """Return the claims of a NodePrepareResourcesRequest or a NodeUnprepareResourcesRequest. Raises RpcError."""
     with _READING:
         request = kubelet_pb2.ClaimsRequest()
         _read(request, data)
         if len(request.claims) > CLAIMS_LIMIT:
-            raise DocumentError(f"a request has {len(request.claims)} claims, more than {CLAIMS_LIMIT}")
+            raise RpcError(Code.INTERNAL, f"a request has {len(request.claims)} claims, more than {CLAIMS_LIMIT}")
         claims = tuple(ClaimReference(each.namespace, each.name, each.uid) for each in request.claims)
         del request
     for each in claims:
-        if not (each.namespace and each.uid and each.name):
-            raise DocumentError(f"a claim has no namespace, uid or name: {each!r}")
+        if not all(each):
+            raise RpcError(Code.INTERNAL, f"a claim has no namespace, uid or name: {each!r}")
     return claims
-
-
-def encode_prepared(results: Mapping[str, tuple[PreparedDevice, ...] | str]) -> bytes:
-    """Return a NodePrepareResourcesResponse.
-
-    `results` has, by the claim's uid, the claim's devices, or a text that says why the claim was not prepared.
-    """
-    response = kubelet_pb2.NodePrepareResourcesResponse()
-    for uid, result in results.items():
-        claim = response.claims[uid]
-        if isinstance(result, str):
-            claim.error = _valid(result)[:ERROR_LIMIT]
-            continue
-        for each in result:
-            claim.devices.add(
-                request_names=map(_valid, each.requests),
-                pool_name=_valid(each.pool),
-                device_name=_valid(each.device),
-                cdi_device_ids=map(_valid, each.cdi_names),
-                share_id=_valid(each.share) or None,
-            )
-    return response.SerializeToString()
-
-
-def encode_unprepared(results: Mapping[str, str]) -> bytes:
-    """Return a NodeUnprepareResourcesResponse.
-
-    `results` has, by the claim's uid, a text that says why the claim is still prepared. The text is empty if the claim
-    was unprepared.
-    """
-    response = kubelet_pb2.NodeUnprepareResourcesResponse()
-    for uid, error in results.items():
-        response.claims[uid].error = _valid(error)[:ERROR_LIMIT]
-    return response.SerializeToString()
 
 
 def encode_health(pool: str, devices: Iterable[Device], now: int) -> bytes:
     """Return a NodeWatchResourcesResponse with the health of a pool's devices at `now` (seconds since the epoch)."""
     response = kubelet_pb2.NodeWatchResourcesResponse()
     for each in devices:
+        message = each.health_message.encode(errors="replace")
+        if len(message) > HEALTH_MESSAGE_LIMIT:
+            # The kubelet might cut a longer message in the middle of a character.
+            message = message[: HEALTH_MESSAGE_LIMIT - 3].decode(errors="ignore").encode() + b"..."
         response.devices.add(
             device=kubelet_pb2.DeviceIdentifier(pool_name=_valid(pool), device_name=_valid(each.name)),
             health=each.health.name,
             last_updated_time=now,
             health_check_timeout_seconds=TIMEOUT,
-            message=shortened(each.health_message),
+            message=message.decode(),
         )
     return response.SerializeToString()
 
 
-def shortened(message: str) -> str:
-    """Return at most HEALTH_MESSAGE_LIMIT bytes of a message.
-
-    The kubelet might cut a longer message in the middle of a character.
-    """
-    raw = message.encode(errors="replace")
-    if len(raw) > HEALTH_MESSAGE_LIMIT:
-        return raw[: HEALTH_MESSAGE_LIMIT - 3].decode(errors="ignore") + "..."
-    return raw.decode()
-
-
 def _read(message: Message, data: bytes) -> None:
-    """Fill an empty message. Raises DocumentError."""
+    """Fill an empty message. Raises RpcError."""
     try:
         read = message.MergeFromString(data)
     except DecodeError as error:
-        raise DocumentError(str(error)) from error
+        raise RpcError(Code.INTERNAL, f"the request is malformed: {error}") from error
     # Debian's runtime only warns of some damage, and leaves out the rest.
     if read != len(data):
-        raise DocumentError(f"only {read} of {len(data)} bytes are a message")
+        raise RpcError(Code.INTERNAL, f"the request is malformed: only {read} of {len(data)} bytes are a message")
 
 
 def _valid(text: str) -> str:
     """Return a text that can be sent: surrogates, which the name of a file may have, become `?`."""
     return text.encode(errors="replace").decode()
-
-
-PLUGIN_TYPE = "DRAPlugin"
-"""The kind of plugin (DRAPlugin of k8s.io/kubelet/pkg/apis/pluginregistration/v1/constants.go)."""
-SERVICES = ("v1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
-"""The served gRPC services, under the names that the kubelet expects (dra_plugin_manager.go of
-pkg/kubelet/cm/dra/plugin). Kubernetes 1.36 uses v1alpha1 of the health service even if it is not listed; from 1.37 on,
-the kubelet uses only listed services."""
-REGISTRATION_SERVICE = "/pluginregistration.Registration"
-
-
-class Registration:
-    """The registration service, and the status that the kubelet last reported."""
-
-    def __init__(self, driver: str, endpoint: str, changed: Callable[[], None]) -> None:
-        """`endpoint` is the path of the socket that serves the driver. `changed` is called when the status changes."""
-        self._changed = changed
-        self._info = encode_plugin_info(PLUGIN_TYPE, driver, endpoint, SERVICES)
-        self.status = RegistrationStatus(False, "")
-        """What the kubelet last reported. Before its first report: not registered, and no error."""
-
-    @property
-    def methods(self) -> dict[str, Method]:
-        """The methods by path."""
-        return {
-            f"{REGISTRATION_SERVICE}/GetInfo": Unary(lambda _: self._info),
-            f"{REGISTRATION_SERVICE}/NotifyRegistrationStatus": Unary(self._notify),
-        }
-
-    def _notify(self, request: bytes) -> bytes:
-        try:
-            status = decode_registration_status(request)
-        except DocumentError as error:
-            raise RpcError(Code.INTERNAL, f"RegistrationStatus: {error}") from error
-        before, self.status = self.status, status
-        if status == before:
-            return b""
-        self._changed()
-        if status.registered:
-            log.info("the kubelet has registered the driver")
-        else:
-            log.error("the kubelet does not register the driver, and will try again: %s", one_line(status.error))
-        return b""
 
 
 REPEAT = 10.0
@@ -303,10 +199,11 @@ METHODS = ("/v1.DRAResourceHealth/NodeWatchResources", "/v1alpha1.DRAResourceHea
 class HealthService:
     """The health service. Before the first `publish`, the kubelet knows no device's health."""
 
-    def __init__(self, repeat: float = REPEAT) -> None:
-        self._repeat = repeat
+    def __init__(self, pool: str, repeat: float = REPEAT) -> None:
+        """`pool` is the pool to which all the devices belong."""
+        self._pool, self._repeat = pool, repeat
         self._changed = threading.Condition()
-        self._pool, self._devices = "", tuple[Device, ...]()
+        self._devices = tuple[Device, ...]()
         self._edition = 0
         """How often the health has changed."""
         self._stopped = False
@@ -316,12 +213,12 @@ class HealthService:
         """The methods by path."""
         return {method: Streaming(self._watch) for method in METHODS}
 
-    def publish(self, pool: str, devices: Iterable[Device]) -> None:
-        """Replace the published health of all devices. `pool` is the pool to which all the devices belong."""
-        now = pool, tuple(devices)
+    def publish(self, devices: Iterable[Device]) -> None:
+        """Replace the published health of all devices."""
+        now = tuple(devices)
         with self._changed:
-            if now != (self._pool, self._devices):
-                self._pool, self._devices = now
+            if now != self._devices:
+                self._devices = now
                 self._edition += 1
                 self._changed.notify_all()
 
@@ -338,24 +235,28 @@ class HealthService:
                 self._changed.wait_for(lambda seen=seen: self._stopped or self._edition != seen, self._repeat)  # type: ignore[misc]
                 if self._stopped:
                     return
-                pool, devices, seen = self._pool, self._devices, self._edition
+                devices, seen = self._devices, self._edition
             # A response without devices is sent too, because sending shows whether the client still listens.
-            yield encode_health(pool, devices, int(time.time()))
+            yield encode_health(self._pool, devices, int(time.time()))
 
 
+PLUGIN_TYPE = "DRAPlugin"
+"""The kind of plugin (DRAPlugin of k8s.io/kubelet/pkg/apis/pluginregistration/v1/constants.go)."""
+SERVICES = ("v1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
+"""The served gRPC services, under the names that the kubelet expects (dra_plugin_manager.go of
+pkg/kubelet/cm/dra/plugin). Kubernetes 1.36 uses v1alpha1 of the health service even if it is not listed; from 1.37 on,
+the kubelet uses only listed services."""
+REGISTRATION_SERVICE = "/pluginregistration.Registration"
 SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
 REGISTRATION_LIMITS = Limits(connections=4, calls=4, streams=0, message=1 << 16, memory=1 << 20)
 """Both servers together keep at most 16 MiB of requests and responses."""
 
 
-class Claims(Protocol):
-    """Prepares claims. Both methods may be called several times for the same claim, and by several threads."""
+class RegistrationStatus(NamedTuple):
+    """What the kubelet reports about the driver's registration."""
 
-    def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
-        """Give a claim the devices that are allocated to it, and return them. Raises AgentError or OSError."""
-
-    def unprepare(self, claim: ClaimReference) -> None:
-        """Take back the devices of a claim, if it has any. Raises AgentError or OSError."""
+    registered: bool
+    error: str = ""
 
 
 class DriverPlugin:
@@ -363,8 +264,8 @@ class DriverPlugin:
 
     def __init__(
         self,
-        driver: str,
-        claims: Claims,
+        prepare: Callable[[ClaimReference], tuple[PreparedDevice, ...]],
+        unprepare: Callable[[ClaimReference], None],
         health: HealthService,
         kubelet_root: str,
         admit: Admit,
@@ -372,23 +273,35 @@ class DriverPlugin:
     ) -> None:
         """Start serving. `kubelet_root` is the kubelet's root directory. `admit` says who may connect.
 
+        `prepare` gives a claim the devices that are allocated to it, and `unprepare` takes them back. Both may be
+        called several times for the same claim, and by several threads, and may raise AgentError or OSError.
+
         `changed` is called when the registration has changed, or a server has ended. `keep_serving` must be called
         then, and when a name in one of `directories` has changed. Raises AgentError.
         """
-        self._claims, self._health, self._admit, self._changed = claims, health, admit, changed
-        base, endpoint = f"{kubelet_root}/plugins", f"{driver}/dra.sock"
-        self._registration = Registration(driver, f"{base}/{endpoint}", changed)
-        self.directories = f"{base}/{driver}", f"{kubelet_root}/plugins_registry"
+        self._prepare_claim, self._unprepare_claim, self._health = prepare, unprepare, health
+        self._admit, self._changed = admit, changed
+        self._status = RegistrationStatus(False)
+        base, registry, endpoint = (
+            f"{kubelet_root}/plugins",
+            f"{kubelet_root}/plugins_registry",
+            f"{DRA_DRIVER}/dra.sock",
+        )
+        self._endpoint = f"{base}/{endpoint}"
+        self.directories = f"{base}/{DRA_DRIVER}", registry
         """The directories of the sockets."""
+        driver: dict[str, Method] = {
+            f"{SERVICE}/NodePrepareResources": Unary(self._prepare),
+            f"{SERVICE}/NodeUnprepareResources": Unary(self._unprepare),
+        }
+        registration: dict[str, Method] = {
+            f"{REGISTRATION_SERVICE}/GetInfo": Unary(self._get_info),
+            f"{REGISTRATION_SERVICE}/NotifyRegistrationStatus": Unary(self._notify),
+        }
         # The endpoint is listed, and so served, first: the kubelet connects to it right after registration.
         self._sockets = (
-            (base, endpoint, self._methods | health.methods, Limits()),
-            (
-                f"{kubelet_root}/plugins_registry",
-                f"{driver}-reg.sock",
-                self._registration.methods,
-                REGISTRATION_LIMITS,
-            ),
+            (base, endpoint, driver | health.methods, Limits()),
+            (registry, f"{DRA_DRIVER}-reg.sock", registration, REGISTRATION_LIMITS),
         )
         self._servers: list[Server] = []
         try:
@@ -400,9 +313,8 @@ class DriverPlugin:
     @property
     def registration(self) -> RegistrationStatus:
         """Whether the kubelet has registered the driver and is connected. `error` says why the kubelet refuses it."""
-        status = self._registration.status
         connected = bool(self._servers) and self._servers[0].clients > 0
-        return RegistrationStatus(status.registered and connected, status.error)
+        return RegistrationStatus(self._status.registered and connected, self._status.error)
 
     def keep_serving(self) -> None:
         """Start both servers again if a server has failed or a socket was removed, for example by `kubeadm reset`.
@@ -431,32 +343,56 @@ class DriverPlugin:
         while self._servers:
             self._servers.pop().stop()
 
-    @property
-    def _methods(self) -> dict[str, Method]:
-        return {
-            f"{SERVICE}/NodePrepareResources": Unary(self._prepare),
-            f"{SERVICE}/NodeUnprepareResources": Unary(self._unprepare),
-        }
+    def _get_info(self, _: bytes) -> bytes:
+        return kubelet_pb2.PluginInfo(
+            type=PLUGIN_TYPE, name=DRA_DRIVER, endpoint=_valid(self._endpoint), supported_versions=SERVICES
+        ).SerializeToString()
+
+    def _notify(self, request: bytes) -> bytes:
+        reported = kubelet_pb2.RegistrationStatus()
+        _read(reported, request)
+        before, self._status = self._status, RegistrationStatus(reported.plugin_registered, reported.error)
+        if self._status != before:
+            self._changed()
+            if self._status.registered:
+                log.info("the kubelet has registered the driver")
+            else:
+                why = one_line(self._status.error)
+                log.error("the kubelet does not register the driver, and will try again: %s", why)
+        return b""
 
     def _prepare(self, request: bytes) -> bytes:
-        return encode_prepared(_handle_each(request, self._claims.prepare, "not prepared"))
+        response = kubelet_pb2.NodePrepareResourcesResponse()
+        for claim in decode_claims(request):
+            answer = response.claims[claim.uid]
+            with _told(answer, claim, "not prepared"):
+                for each in self._prepare_claim(claim):
+                    answer.devices.add(
+                        request_names=map(_valid, each.requests),
+                        pool_name=_valid(each.pool),
+                        device_name=_valid(each.device),
+                        cdi_device_ids=map(_valid, each.cdi_names),
+                        share_id=_valid(each.share) or None,
+                    )
+        return response.SerializeToString()
 
     def _unprepare(self, request: bytes) -> bytes:
-        results = _handle_each(request, self._claims.unprepare, "still prepared")
-        return encode_unprepared({uid: error or "" for uid, error in results.items()})
+        response = kubelet_pb2.NodeUnprepareResourcesResponse()
+        for claim in decode_claims(request):
+            with _told(response.claims[claim.uid], claim, "still prepared"):
+                self._unprepare_claim(claim)
+        return response.SerializeToString()
 
 
-def _handle_each(request: bytes, handle: Callable[[ClaimReference], T], otherwise: str) -> dict[str, T | str]:
-    """Return, by uid, what `handle` returns for each claim of a request, or why it failed."""
+@contextlib.contextmanager
+def _told(
+    answer: kubelet_pb2.NodePrepareResourceResponse | kubelet_pb2.NodeUnprepareResourceResponse,
+    claim: ClaimReference,
+    state: str,
+) -> Iterator[None]:
+    """Put an error into the answer for one claim: it must not fail the other claims of the pod."""
     try:
-        claims = decode_claims(request)
-    except DocumentError as error:
-        raise RpcError(Code.INTERNAL, f"the request is malformed: {error}") from error
-    results: dict[str, T | str] = {}
-    for claim in claims:
-        try:
-            results[claim.uid] = handle(claim)
-        except (AgentError, OSError) as error:
-            log.warning("claim %s is %s: %s", claim, otherwise, error)
-            results[claim.uid] = str(error)
-    return results
+        yield
+    except (AgentError, OSError) as error:
+        log.warning("claim %s is %s: %s", claim, state, error)
+        answer.error = _valid(str(error))[:ERROR_LIMIT]

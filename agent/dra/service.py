@@ -20,152 +20,25 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from agent.dra.claims import Checkpoint, NodeClaims, claim_reader, read_record
+from agent.dra.claims import Checkpoint, NodeClaims, fetch_claim
 from agent.dra.evictions import Evictions
-from agent.dra.grpc_server import start_thread
-from agent.dra.inventory import DRA_VENDORS, GPU_STATES, Device, Inventory, dra_vendor
+from agent.dra.grpc_server import Admit, start_thread
+from agent.dra.inventory import DRA_VENDORS, GPU_STATES, Device, Inventory
 from agent.dra.kubelet import DriverPlugin, HealthService, KubeletPeer
 from agent.dra.slices import COLLECTION, SELECTOR, Node, Published, Publisher
 from agent.model.conditions import Condition, ConditionType, Reason, false
 from agent.model.contract import RENEWED_AFTER, DraStatus, VendorOffer, render_dra_status
 from agent.model.device import gives_gpus, is_zero
 from agent.model.errors import AgentError
-from agent.model.paths import ALLOCATABLE, DRA_DRIVER, DRA_STATUS
+from agent.model.paths import ALLOCATABLE, DRA_STATUS
 from agent.system import inotify
 from agent.system.api_server import ApiClient, ApiError, ConflictError, Credentials, NotFoundError, Watcher
 from agent.system.files import System
 from agent.system.kubelet_identity import Identity, Kubelet
 
 log = logging.getLogger(__name__)
-
-STEPS = "remove the device plugin from this node: on the host, `unbounded-agent kube allocation dra` prints the steps"
-
-
-def plugin_resources(node: Mapping[str, Any], prefix: str, harmless: Sequence[str] = ()) -> dict[str, str]:
-    """Return the Node object's resources with this prefix whose count is not zero, with their counts.
-
-    `harmless` has patterns (fnmatch) of resources that are ignored.
-    """
-    resources = {}
-    for key in ("capacity", "allocatable"):
-        for name, count in _object(_object(node.get("status")).get(key)).items():
-            # Capacity counts too: while a plugin is down, its allocatable count is zero although pods still have its
-            # GPUs.
-            if gives_gpus(name, prefix, harmless) and not is_zero(str(count)):
-                resources[name] = str(count)
-    return dict(sorted(resources.items()))
-
-
-def blocked_message(resources: Mapping[str, str]) -> str:
-    """Return why no GPU of the vendor is offered, and what to do next."""
-    listed = ", ".join(f"{name}: {count}" for name, count in resources.items())
-    effect = "so no GPU of this vendor is offered to claims, because one GPU could go to two pods"
-    return f"the node's status has {listed} from a device plugin, {effect}; {STEPS}"
-
-
-def _object(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-NO_TAINTS = (
-    "the API server drops device taints (feature gate DRADeviceTaints, on since Kubernetes 1.36), so unhealthy devices "
-    "are not offered at all"
-)
-
-
-class Result(NamedTuple):
-    """What is offered after a pass, and why the pass failed, if it did."""
-
-    offers: tuple[VendorOffer, ...] = ()
-    published: Published = Published()
-    error: AgentError | None = None
-    """Why the pass failed; None if it did not. If it failed, `offers` and `published` are those of the last pass that
-    did not fail."""
-
-    @property
-    def reason(self) -> str:
-        """The reason for a condition; empty if the pass did not fail."""
-        match self.error:
-            case None:
-                return ""
-            case NotFoundError() if "/nodes/" in self.error.message:
-                return Reason.NODE_NOT_REGISTERED
-            case ApiError():
-                return self.error.reason
-            case _:
-                return Reason.FAILED
-
-
-class Offer:
-    """Offers one node's devices."""
-
-    def __init__(self, node: str, client: ApiClient, inventory: Inventory) -> None:
-        self._node, self._client, self._inventory = node, client, inventory
-        self._publisher = Publisher(client)
-        self.result = Result()
-        """The result of the last pass."""
-
-    def make(self) -> Result:
-        """Make a pass, and return its result."""
-        try:
-            self._inventory.read_facts()
-            node = self._client.get(f"/api/v1/nodes/{urllib.parse.quote(self._node, safe='')}")
-            blocked = _blocked(node)
-            # Do this before `publish`: while `publish` runs, other threads prepare claims, and claims may get only the
-            # devices of vendors that are not blocked.
-            self._inventory.allow({each.name for each in DRA_VENDORS} - blocked.keys())
-            devices = self._inventory.devices()
-            published = self._publisher.publish(_node(self._node, node), tuple(devices.values()))
-            self.result = Result(self._offers(devices, published, blocked), published)
-        except AgentError as error:
-            self.result = Result(self.result.offers, self.result.published, error)
-        return self.result
-
-    def _offers(
-        self, devices: Mapping[str, Device], published: Published, blocked: Mapping[str, str]
-    ) -> tuple[VendorOffer, ...]:
-        offers = []
-        for vendor in self._inventory.vendors:
-            own = [devices[name] for name in published.devices if devices[name].vendor == vendor.vendor]
-            names = {each.name for each in own}
-            withheld = [name for name in published.withheld if devices[name].vendor == vendor.vendor]
-            reason, message = "", ""
-            if vendor.vendor in blocked:
-                reason, message = Reason.DEVICE_PLUGIN_ACTIVE, blocked[vendor.vendor]
-            elif dra_vendor(vendor.vendor) is None:
-                reason, message = Reason.UNKNOWN_VENDOR, f"this release does not know GPUs of {vendor.vendor}"
-            elif withheld:
-                reason, message = Reason.GPUS_MISSING, f"{', '.join(withheld)}: {NO_TAINTS}"
-            offers.append(
-                VendorOffer(
-                    vendor.vendor,
-                    tuple(sorted({each.pci_address for each in own})),
-                    tuple(sorted(names)),
-                    tuple(each for each in published.tainted if each in names),
-                    reason,
-                    message,
-                )
-            )
-        return tuple(offers)
-
-
-def _blocked(node: Mapping[str, Any]) -> dict[str, str]:
-    """Return the vendors whose GPUs must not be offered, each with the reason."""
-    by_vendor = {
-        each.name: plugin_resources(node, each.resource_prefix, each.harmless_resources) for each in DRA_VENDORS
-    }
-    return {name: blocked_message(resources) for name, resources in by_vendor.items() if resources}
-
-
-def _node(name: str, document: Mapping[str, Any]) -> Node:
-    metadata = document.get("metadata")
-    uid = metadata.get("uid") if isinstance(metadata, dict) else None
-    if not isinstance(uid, str) or not uid:
-        raise ApiError(f"GET /api/v1/nodes/{name}", "the Node object has no uid")
-    return Node(name, uid)
-
 
 POLL = 5.0
 """Seconds between checks whether something has changed that was not noticed at once."""
@@ -197,6 +70,44 @@ next check is only after IDENTITY_CHECK seconds: a check reads the arguments of 
 FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
 """Seconds to wait after failed passes. After the first failure, the wait is twice FIRST_RETRY. Each further failure
 doubles the wait, up to LONGEST_RETRY."""
+NO_TAINTS = (
+    "the API server drops device taints (feature gate DRADeviceTaints, on since Kubernetes 1.36), so unhealthy devices "
+    "are not offered at all"
+)
+
+
+def plugin_resources(node: Mapping[str, Any], prefix: str, harmless: Sequence[str] = ()) -> dict[str, str]:
+    """Return the Node object's resources with this prefix whose count is not zero, with their counts.
+
+    `harmless` has patterns (fnmatch) of resources that are ignored.
+    """
+    resources = {}
+    for key in ("capacity", "allocatable"):
+        for name, count in _object(_object(node.get("status")).get(key)).items():
+            # Capacity counts too: while a plugin is down, its allocatable count is zero although pods still have its
+            # GPUs.
+            if gives_gpus(name, prefix, harmless) and not is_zero(str(count)):
+                resources[name] = str(count)
+    return dict(sorted(resources.items()))
+
+
+def blocked_vendors(node: Mapping[str, Any]) -> dict[str, str]:
+    """Return the vendors whose GPUs must not be offered, each with the reason and what to do next."""
+    blocked = {}
+    for vendor in DRA_VENDORS.values():
+        resources = plugin_resources(node, vendor.resource_prefix, vendor.harmless_resources)
+        if resources:
+            listed = ", ".join(f"{name}: {count}" for name, count in resources.items())
+            blocked[vendor.name] = (
+                f"the node's status has {listed} from a device plugin, so no GPU of this vendor is offered to claims, "
+                "because one GPU could go to two pods; remove the device plugin from this node: on the host, "
+                "`unbounded-agent kube allocation dra` prints the steps"
+            )
+    return blocked
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 class Bell:
@@ -250,28 +161,155 @@ class Bell:
             self._inotify.close()
 
 
-class Parts(NamedTuple):
-    """The objects that serve one kubelet."""
+class Offer:
+    """Offers the devices of one kubelet's node."""
 
-    identity: Identity
-    offer: Offer
-    inventory: Inventory
-    plugin: DriverPlugin
-    health: HealthService
-    claims: NodeClaims
-    checkpoint: Checkpoint
-    evictions: Evictions
-    watchers: tuple[Watcher, ...]
+    def __init__(
+        self, system: System, identity: Identity, client: ApiClient, checkpoint: Checkpoint, admit: Admit, bell: Bell
+    ) -> None:
+        """Start serving the kubelet. `admit` is as in DriverPlugin; `bell` rings when `check` has something to do.
+
+        Raises AgentError.
+        """
+        self._node, self._client, self._checkpoint, self._bell = identity.node, client, checkpoint, bell
+        self._inventory, self._publisher = Inventory(system), Publisher(client)
+        fetch = functools.partial(fetch_claim, client)
+        self._claims = NodeClaims(self._node, fetch, self._inventory.devices, checkpoint)
+        self._evictions = Evictions(fetch, client.request)
+        self._health = HealthService(self._node)
+        self._plugin = DriverPlugin(
+            self._claims.prepare, self._claims.unprepare, self._health, identity.root, admit, bell.ring
+        )
+        self.directories = self._plugin.directories
+        """`check` has something to do when a name in them has changed."""
+        self.watchers = (
+            Watcher(client, COLLECTION, SELECTOR.format(self._node), self._note_change),
+            Watcher(client, "/api/v1/nodes", f"metadata.name={self._node}", self._note_change),
+        )
+        self._changed = False
+        """Whether a watch of the API server has noticed a change since the last pass."""
+        self._passed, self._evicted, self._checked = -math.inf, 0.0, 0.0
+        """When the last pass was made, pods were evicted, and facts were checked, by time.monotonic()."""
+        self._wait, self._retry, self._jitter = 0.0, FIRST_RETRY, 1.0
+        """The seconds from a pass to the next; those after the last failure; by what the time without a change is
+        multiplied, drawn again after each pass."""
+        self._error: AgentError | None = None
+        """Why the last pass failed; None if it did not. The next two are of the last pass that did not fail."""
+        self._offers: tuple[VendorOffer, ...] = ()
+        self._published = Published()
+
+    def stop(self) -> None:
+        for each in self.watchers:
+            each.stop()
+        self._plugin.stop()
+
+    def check(self) -> float:
+        """Make a pass if it is due, evict pods, and keep the sockets served. Return the seconds to the next check.
+
+        Raises AgentError.
+        """
+        self._checkpoint.sync()
+        changed, now = self._inventory.refresh(), time.monotonic()
+        if not changed and now - self._checked >= FACTS_CHECK:
+            self._checked = now
+            changed = self._inventory.read_facts()
+        if changed:
+            self._health.publish(self._inventory.all_devices().values())
+        if not self._error:
+            # No watch says that the API server keeps taints now.
+            watched = all(each.watching for each in self.watchers) and not self._published.withheld
+            self._wait = (WATCHED_RESYNC if watched else RESYNC) * self._jitter
+        if changed or self._changed or now - self._passed >= self._wait:
+            self._changed = False
+            self._make_pass()
+            self._retry = min(2 * self._retry, LONGEST_RETRY) if self._error else FIRST_RETRY
+            self._passed = self._checked = time.monotonic()
+            self._wait, self._jitter = self._retry, random.uniform(0.5, 1.0)
+            self._health.publish(self._inventory.all_devices().values())
+        # Evict pods only after the taints are published: otherwise, a new pod would get the GPU at once.
+        if (changed or now - self._evicted >= EVICTION_INTERVAL) and not self._error:
+            self._evicted = now
+            self._evictions.make(self._inventory.all_devices().values(), self._claims.prepared)
+        self._plugin.keep_serving()
+        return max(0.0, min(POLL, self._passed + self._wait - time.monotonic()))
 
     @property
-    def resync(self) -> float:
-        """Seconds from a pass to the next one if nothing changes."""
-        # No watch says that the API server keeps taints now.
-        watched = all(each.watching for each in self.watchers) and not self.offer.result.published.withheld
-        return WATCHED_RESYNC if watched else RESYNC
+    def status(self) -> DraStatus:
+        """What is offered, and what prevents more."""
+        registration, problems, reason = self._plugin.registration, list(self._inventory.problems), ""
+        if registration.error:
+            reason = Reason.NOT_REGISTERED
+            problems.insert(0, f"the kubelet does not register the driver, and will try again: {registration.error}")
+        if self._error:
+            problems.insert(0, str(self._error))
+            match self._error:
+                case NotFoundError() if "/nodes/" in self._error.message:
+                    reason = Reason.NODE_NOT_REGISTERED
+                case ApiError():
+                    reason = self._error.reason
+                case _:
+                    reason = Reason.FAILED
+        return DraStatus(0.0, self._node, registration.registered, self._offers, reason, "; ".join(problems))
 
-    def publish_health(self) -> None:
-        self.health.publish(self.identity.node, self.inventory.all_devices().values())
+    def _note_change(self) -> None:
+        self._changed = True
+        self._bell.ring()
+
+    def _make_pass(self) -> None:
+        """Publish what can be offered now, and log each change and each new problem."""
+        before = self._offers
+        try:
+            self._inventory.read_facts()
+            node = self._client.get(f"/api/v1/nodes/{urllib.parse.quote(self._node, safe='')}")
+            uid = _object(node.get("metadata")).get("uid")
+            if not isinstance(uid, str) or not uid:
+                raise ApiError(f"GET /api/v1/nodes/{self._node}", "the Node object has no uid")
+            blocked = blocked_vendors(node)
+            # Do this before `publish`: while `publish` runs, other threads prepare claims, and claims may get only the
+            # devices of vendors that are not blocked.
+            self._inventory.allow(DRA_VENDORS.keys() - blocked.keys())
+            devices = self._inventory.devices()
+            self._published = self._publisher.publish(Node(self._node, uid), tuple(devices.values()))
+        except AgentError as error:
+            # A conflict or a missing object is not logged: as a rule, the next attempt succeeds.
+            if not isinstance(error, ConflictError | NotFoundError) and str(error) != str(self._error):
+                log.error("%s", error)
+            self._error = error
+            return
+        self._error = None
+        self._offers = self._vendor_offers(devices, blocked)
+        if self._published.written:
+            tainted = f", tainted: {', '.join(self._published.tainted)}" if self._published.tainted else ""
+            listed = ", ".join(self._published.devices) or "no device"
+            log.info("generation %s: %s%s", self._published.generation, listed, tainted)
+        for offer in self._offers:
+            if offer.message and offer not in before:
+                log.warning("%s: %s", offer.vendor, offer.message)
+
+    def _vendor_offers(self, devices: Mapping[str, Device], blocked: Mapping[str, str]) -> tuple[VendorOffer, ...]:
+        offers = []
+        for vendor in (each.vendor for each in self._inventory.vendors):
+            own = [devices[name] for name in self._published.devices if devices[name].vendor == vendor]
+            names = {each.name for each in own}
+            withheld = [name for name in self._published.withheld if devices[name].vendor == vendor]
+            reason, message = "", ""
+            if vendor in blocked:
+                reason, message = Reason.DEVICE_PLUGIN_ACTIVE, blocked[vendor]
+            elif vendor not in DRA_VENDORS:
+                reason, message = Reason.UNKNOWN_VENDOR, f"this release does not know GPUs of {vendor}"
+            elif withheld:
+                reason, message = Reason.GPUS_MISSING, f"{', '.join(withheld)}: {NO_TAINTS}"
+            offers.append(
+                VendorOffer(
+                    vendor,
+                    tuple(sorted({each.pci_address for each in own})),
+                    tuple(sorted(names)),
+                    tuple(each for each in self._published.tainted if each in names),
+                    reason,
+                    message,
+                )
+            )
+        return tuple(offers)
 
 
 class Service:
@@ -280,12 +318,8 @@ class Service:
     def __init__(self, system: System) -> None:
         self._system = system
         self._bell, self._stopping = Bell(), False
-        self._changed = False
-        """Whether a watch of the API server has noticed a change since the last pass."""
         self._kubelet, self._peer = Kubelet(system), KubeletPeer()
         self._identity_changed = False
-        self._jitter = 1.0
-        """By what the time to the next pass is multiplied. It is drawn again after each pass."""
         self._status = DraStatus(0.0)
         self._written = 0.0
         """When the status was last written, by time.monotonic()."""
@@ -298,35 +332,48 @@ class Service:
         self._stopping = True
         self._bell.ring()
 
-    def _note_change(self) -> None:
-        self._changed = True
-        self._bell.ring()
-
     def run(self) -> None:
         """Serve until `stop`, or until the kubelet's identity has changed. Raises AgentError or OSError.
 
         Can be called once.
         """
         with contextlib.closing(self._bell):
-            self._run()
+            identity = self._wait_for_kubelet()
+            if identity is None:
+                return
+            log.info("serving node %s with kubeconfig %s", identity.node, identity.kubeconfig)
+            client = ApiClient(Credentials(self._system, identity.kubeconfig))
+            checkpoint = Checkpoint(self._system, identity.root, self._bell.ring)
+            with contextlib.closing(checkpoint), contextlib.closing(client), contextlib.closing(self._peer):
+                try:
+                    self._serve(identity, client, checkpoint)
+                except AgentError as error:
+                    failed = self._status._replace(node=identity.node, registered=False)
+                    self._report(failed._replace(reason=Reason.FAILED, message=str(error)))
+                    raise
 
-    def _run(self) -> None:
-        identity = self._wait_for_kubelet()
-        if identity is None:
-            return
-        log.info("serving node %s with kubeconfig %s", identity.node, identity.kubeconfig)
-        client = ApiClient(Credentials(self._system, identity.kubeconfig))
-        checkpoint = Checkpoint(self._system, identity.root, self._bell.ring)
-        with contextlib.closing(checkpoint), contextlib.closing(client), contextlib.closing(self._peer):
-            try:
-                self._serve(identity, client, checkpoint)
-            except AgentError as error:
-                self._report(
-                    self._status._replace(
-                        node=identity.node, registered=False, reason=Reason.FAILED, message=str(error)
-                    )
-                )
-                raise
+    def _serve(self, identity: Identity, client: ApiClient, checkpoint: Checkpoint) -> None:
+        offer = Offer(self._system, identity, client, checkpoint, self._peer.refusal, self._bell)
+        ended = Bell()
+        following = threading.Thread(
+            target=self._follow_kubelet, args=(identity, ended), name="follow the kubelet", daemon=True
+        )
+        try:
+            for each in (following, *offer.watchers):
+                start_thread(each, each.name)
+            while not self._stopping and not self._identity_changed:
+                # Before anything is read: then each later change ends the wait.
+                self._bell.watch((*map(self._system.full_path, DOCUMENTS), *offer.directories))
+                pause = offer.check()
+                self._report(offer.status)
+                self._bell.wait(pause)
+                time.sleep(GAP)
+        finally:
+            ended.ring()
+            offer.stop()
+            if following.ident:
+                following.join(THREAD_LIMIT)
+            ended.close()
 
     def _wait_for_kubelet(self) -> Identity | None:
         """Return the running kubelet's identity; None after `stop`."""
@@ -387,83 +434,6 @@ class Service:
                 self._bell.ring()
                 return
 
-    def _serve(self, identity: Identity, client: ApiClient, checkpoint: Checkpoint) -> None:
-        inventory = Inventory(self._system)
-        record = functools.partial(read_record, self._system, identity.root)
-        claims = NodeClaims(identity.node, claim_reader(client), inventory.devices, checkpoint, record)
-        health = HealthService()
-        plugin = DriverPlugin(DRA_DRIVER, claims, health, identity.root, self._peer.refusal, self._bell.ring)
-        watchers = [
-            Watcher(client, COLLECTION, SELECTOR.format(identity.node), self._note_change),
-            Watcher(client, "/api/v1/nodes", f"metadata.name={identity.node}", self._note_change),
-        ]
-        ended = Bell()
-        following = threading.Thread(
-            target=self._follow_kubelet, args=(identity, ended), name="follow the kubelet", daemon=True
-        )
-        try:
-            for each in (following, *watchers):
-                start_thread(each, each.name)
-            evictions = Evictions(claim_reader(client), client.request)
-            offer = Offer(identity.node, client, inventory)
-            parts = Parts(identity, offer, inventory, plugin, health, claims, checkpoint, evictions, tuple(watchers))
-            self._pass_until_stopped(parts)
-        finally:
-            ended.ring()
-            for each in watchers:
-                each.stop()
-            plugin.stop()
-            if following.ident:
-                following.join(THREAD_LIMIT)
-            ended.close()
-
-    def _pass_until_stopped(self, parts: Parts) -> None:
-        """Make passes until `stop`, or until the kubelet's identity has changed."""
-        passed, wait, retry, evicted, checked = -math.inf, 0.0, FIRST_RETRY, 0.0, 0.0
-        while not self._stopping and not self._identity_changed:
-            # Before anything is read: then each later change ends the wait.
-            self._bell.watch((*map(self._system.full_path, DOCUMENTS), *parts.plugin.directories))
-            parts.checkpoint.sync()
-            changed, now = parts.inventory.refresh(), time.monotonic()
-            if not changed and now - checked >= FACTS_CHECK:
-                checked = now
-                changed = parts.inventory.read_facts()
-            if changed:
-                parts.publish_health()
-            if not parts.offer.result.error:
-                wait = parts.resync * self._jitter
-            if changed or self._changed or now - passed >= wait:
-                self._changed = False
-                result = parts.offer.make()
-                _log_change(self._status, result)
-                retry = min(2 * retry, LONGEST_RETRY) if result.error else FIRST_RETRY
-                passed, checked = time.monotonic(), time.monotonic()
-                wait, self._jitter = retry, random.uniform(0.5, 1.0)
-                parts.publish_health()
-            # Evict pods only after the taints are published: otherwise, a new pod would get the GPU at once.
-            if (changed or now - evicted >= EVICTION_INTERVAL) and not parts.offer.result.error:
-                evicted = now
-                parts.evictions.make(parts.inventory.all_devices().values(), parts.claims.prepared)
-            self._keep_serving(parts)
-            self._bell.wait(max(0.0, min(POLL, passed + wait - time.monotonic())))
-            time.sleep(GAP)
-
-    def _keep_serving(self, parts: Parts) -> None:
-        """Serve the driver's sockets again if one is gone or its server has failed, and report what is offered.
-
-        Raises AgentError.
-        """
-        plugin, result, node = parts.plugin, parts.offer.result, parts.identity.node
-        plugin.keep_serving()
-        problems = [(result.reason, str(result.error))] if result.error else []
-        registration = plugin.registration
-        if registration.error:
-            why = f"the kubelet does not register the driver, and will try again: {registration.error}"
-            problems.append((Reason.NOT_REGISTERED, why))
-        reason = problems[0][0] if problems else ""
-        message = "; ".join((*(text for _, text in problems), *parts.inventory.problems))
-        self._report(DraStatus(0.0, node, registration.registered, result.offers, reason, message))
-
     def _report(self, status: DraStatus) -> None:
         """Write the status if it has changed, or if the written one is RENEWED_AFTER seconds old."""
         now = time.monotonic()
@@ -505,21 +475,3 @@ def _further_pause(found: Identity | Condition) -> float:
 def _advertised_part(status: DraStatus) -> object:
     """Return the part of a status on which GPUsAdvertised depends."""
     return status.registered, status.reason, status.offers
-
-
-def _log_change(before: DraStatus, result: Result) -> None:
-    """Log what is offered if something was written, and each failure once.
-
-    A conflict or a missing object is not logged: as a rule, the next attempt succeeds. Also log each new message about
-    a vendor's offer.
-    """
-    if result.error and not isinstance(result.error, ConflictError | NotFoundError):
-        if str(result.error) not in before.message:
-            log.error("%s", result.error)
-    elif result.published.written and not result.error:
-        published = result.published
-        tainted = f", tainted: {', '.join(published.tainted)}" if published.tainted else ""
-        log.info("generation %s: %s%s", published.generation, ", ".join(published.devices) or "no device", tainted)
-    for offer in result.offers:
-        if offer.message and offer not in before.offers:
-            log.warning("%s: %s", offer.vendor, offer.message)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from agent.dra.inventory import Device, Taint
+from agent.dra.inventory import Device
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
 from agent.model.text import rfc3339, sha256
@@ -43,20 +43,8 @@ class Node(NamedTuple):
     uid: str
 
 
-class Write(NamedTuple):
-    """One request: a POST if `before` is None, a DELETE if `content` is None, otherwise a PUT."""
-
-    name: str
-    content: Object | None
-    before: Object | None = None
-
-
 def slice_name(node: str, index: int) -> str:
-    """Return the name of the node's slice number `index`.
-
-    A number always gives the same name. So if the answer to a creation is lost, repeating the creation makes no second
-    slice.
-    """
+    """Return the name of slice number `index`. It never changes, so a repeated creation makes no second slice."""
     if len(node) > NODE_SHOWN:
         node = f"{node[:NODE_SHOWN].rstrip('-.')}-{sha256(node.encode())[:16]}"
     return f"{node}-{DRA_DRIVER}-{index}"
@@ -143,18 +131,7 @@ def is_current(
     return True
 
 
-def writes(wanted: Sequence[Object], existing: Sequence[Object]) -> list[Write]:
-    """Return the requests that turn the existing slices into the wanted ones.
-
-    Their order does not matter: consumers ignore a pool while slices of its newest generation are missing.
-    """
-    before = {each["metadata"].get("name"): each for each in existing}
-    result = [Write(each["metadata"]["name"], each, before.pop(each["metadata"]["name"], None)) for each in wanted]
-    return [*result, *(Write(str(name), None, item) for name, item in before.items())]
-
-
 def untainted(item: Object) -> bool:
-    """Return whether a slice has no device with a taint."""
     return not any(each.get("taints") for each in item["spec"].get("devices") or ())
 
 
@@ -170,21 +147,21 @@ def _device(device: Device) -> Object:
     attributes = {name: value for name, each in device.attributes.items() if (value := _attribute(each))}
     result: Object = {"name": device.name, "attributes": attributes}
     if device.capacity:
-        result["capacity"] = {name: _capacity(number, device.shared) for name, number in device.capacity.items()}
+        result["capacity"] = {name: {"value": quantity(number)} for name, number in device.capacity.items()}
     if device.shared:
         result["allowMultipleAllocations"] = True
+        # A claim gets what it requests, by default all of it. Without a smallest part, a claim for 0 bytes could share
+        # a GPU that another claim has as a whole.
+        for each in result["capacity"].values():
+            each["requestPolicy"] = {"default": each["value"], "validRange": {"min": quantity(SMALLEST_PART)}}
     if device.taints:
-        result["taints"] = [_taint(each) for each in device.taints]
+        result["taints"] = [
+            {"key": each.key, "effect": str(each.effect)}
+            | ({"value": each.value} if each.value else {})
+            | ({"timeAdded": rfc3339(each.since)} if each.since else {})
+            for each in device.taints
+        ]
     return result
-
-
-def _capacity(number: int, shared: bool) -> Object:
-    """Return a capacity of `number` bytes. A claim for a shared device gets what it requests, by default all of it."""
-    value = quantity(number)
-    if not shared:
-        return {"value": value}
-    # Without a smallest part, a claim for 0 bytes could share a GPU that another claim has as a whole.
-    return {"value": value, "requestPolicy": {"default": value, "validRange": {"min": quantity(SMALLEST_PART)}}}
 
 
 def _attribute(value: Attribute) -> Object:
@@ -199,15 +176,6 @@ def _attribute(value: Attribute) -> Object:
             return {"version": text} if len(text.encode()) <= TEXT_LIMIT else {}
         case _:
             return {"string": value} if 0 < len(value.encode()) <= TEXT_LIMIT else {}
-
-
-def _taint(taint: Taint) -> Object:
-    result: Object = {"key": taint.key, "effect": str(taint.effect)}
-    if taint.value:
-        result["value"] = taint.value
-    if taint.since:
-        result["timeAdded"] = rfc3339(taint.since)
-    return result
 
 
 SELECTOR = "spec.nodeName={},spec.driver=" + DRA_DRIVER
@@ -294,9 +262,12 @@ class Publisher:
         current = is_current(wanted, existing, self._stored)
         if not current:
             newest += 1
-            wanted = make_slices(node, offered, newest, existing, self._suffix)
-            for write in writes(wanted, existing):
-                self._write(write)
+            # Their order does not matter: consumers ignore a pool while slices of its newest generation are missing.
+            before = {each["metadata"].get("name"): each for each in existing}
+            for item in make_slices(node, offered, newest, existing, self._suffix):
+                self._write(item, before.pop(item["metadata"]["name"], None))
+            for name, item in before.items():
+                self._delete(str(name), item)
             self._newest = newest
         return Published(
             newest if wanted else 0,
@@ -306,41 +277,32 @@ class Publisher:
             written=not current,
         )
 
-    def _write(self, write: Write) -> None:
-        if write.content is None:
-            self._delete(write)
-            return
-        if write.before is None:
-            answer = self._create(write.content)
-        else:
-            version = write.before["metadata"].get("resourceVersion")
-            update = {**write.content, "metadata": {**write.content["metadata"], "resourceVersion": version}}
-            answer = self._client.request("PUT", f"{COLLECTION}/{write.name}", update)
-        self._stored[write.name] = (content(write.content), content(answer))
-        if untainted(answer) and not untainted(write.content):
-            self._keeps_taints, self._checked = False, time.monotonic()
-
-    def _create(self, item: Object) -> Object:
-        """Create a slice. If its name is taken, raise ConflictError; the next attempt uses another name.
+    def _write(self, item: Object, before: Object | None) -> None:
+        """Replace the slice `before`, or create one. If a name is taken, the next attempt uses another one.
 
         A node can list, and so replace, only its own slices, but NodeRestriction lets it create them under any name. So
         another node may have a slice with the name that this node needs. If this node used no other name, the other
         node could keep it from offering its GPUs.
         """
-        try:
-            return self._client.request("POST", COLLECTION, item)
-        except ConflictError:
-            self._suffix = f"-{secrets.token_hex(4)}"
-            raise
+        name = item["metadata"]["name"]
+        if before is None:
+            try:
+                answer = self._client.request("POST", COLLECTION, item)
+            except ConflictError:
+                self._suffix = f"-{secrets.token_hex(4)}"
+                raise
+        else:
+            version = before["metadata"].get("resourceVersion")
+            update = {**item, "metadata": {**item["metadata"], "resourceVersion": version}}
+            answer = self._client.request("PUT", f"{COLLECTION}/{name}", update)
+        self._stored[name] = (content(item), content(answer))
+        if untainted(answer) and not untainted(item):
+            self._keeps_taints, self._checked = False, time.monotonic()
 
-    def _delete(self, write: Write) -> None:
+    def _delete(self, name: str, item: Object) -> None:
         """Delete a slice. If it no longer exists, do nothing. If it has changed meanwhile, raise ConflictError."""
-        before = write.before or {"metadata": {}}
-        conditions = {key: before["metadata"].get(key) for key in ("uid", "resourceVersion")}
+        conditions = {key: item["metadata"].get(key) for key in ("uid", "resourceVersion")}
         options = {"apiVersion": "meta.k8s.io/v1", "kind": "DeleteOptions", "preconditions": conditions}
-        try:
-            self._client.request("DELETE", f"{COLLECTION}/{write.name}", options)
-        except NotFoundError:
-            pass
-        finally:
-            self._stored.pop(write.name, None)
+        self._stored.pop(name, None)
+        with contextlib.suppress(NotFoundError):
+            self._client.request("DELETE", f"{COLLECTION}/{name}", options)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent.dra.claims import RECORD_NAME, ClaimGoneError, ClaimReference, PreparedDevice
+from agent.dra.claims import RECORD_NAME, ClaimReference, NotAllocatedError, PreparedDevice
 from agent.dra.inventory import Device
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
@@ -237,7 +237,7 @@ def test_a_slow_api_server_keeps_no_other_claim_waiting(node: Node) -> None:
 def test_a_claim_that_is_prepared_again_while_it_is_looked_up_keeps_its_device(node: Node) -> None:
     node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
     node.claims.prepare(reference("a"))
-    fetch, answers = node.fetch, [ClaimGoneError("gone")]
+    fetch, answers = node.fetch, [NotAllocatedError("gone")]
 
     def fetch_late(claim: ClaimReference) -> Mapping[str, Any]:
         if claim.name == "a" and answers:

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from agent.dra.claims import ClaimReference, PreparedDevice
+from agent.dra.grpc import RpcError
 from agent.dra.inventory import Device, Health
 from agent.dra.kubelet import (
     HEALTH_MESSAGE_LIMIT,
@@ -28,15 +29,10 @@ from agent.dra.kubelet import (
     DriverPlugin,
     HealthService,
     KubeletPeer,
-    RegistrationStatus,
     decode_claims,
-    decode_registration_status,
     encode_health,
-    encode_plugin_info,
-    encode_prepared,
-    encode_unprepared,
 )
-from agent.model.errors import AgentError, DocumentError
+from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
 from tests.fakes.dra_node import GPUS, NODE, claim, reference
 from tests.fakes.grpc_serving import serve, this_process
@@ -133,83 +129,11 @@ def test_a_process_whose_id_the_kubelet_gets_is_refused(listener: socket.socket)
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TEXTS = some.text(max_size=40)
 FILLED = some.text(min_size=1, max_size=40)
-
-
-@given(some.lists(some.tuples(FILLED, FILLED, FILLED), max_size=5))
-def test_claims_are_read_as_the_library_writes_them(claims: list[tuple[str, str, str]]) -> None:
-    request = make(
-        "NodePrepareResourcesRequest",
-        claims=[{"namespace": namespace, "name": name, "uid": uid} for namespace, name, uid in claims],
-    )
-    assert decode_claims(request) == tuple(ClaimReference(*each) for each in claims)
-
-
-@given(some.booleans(), TEXTS)
-def test_a_registration_status_is_read(registered: bool, error: str) -> None:
-    data = make("RegistrationStatus", plugin_registered=registered, error=error)
-    assert decode_registration_status(data) == RegistrationStatus(registered, error)
-
-
-@given(TEXTS, TEXTS, TEXTS, some.lists(TEXTS, max_size=4))
-def test_plugin_info_is_written(kind: str, name: str, endpoint: str, services: list[str]) -> None:
-    info = read("PluginInfo", encode_plugin_info(kind, name, endpoint, tuple(services)))
-    assert (info.type, info.name, info.endpoint, list(info.supported_versions)) == (kind, name, endpoint, services)
-
-
-NAMES = some.lists(TEXTS, max_size=3).map(tuple)
-DEVICES = some.builds(
-    PreparedDevice, requests=NAMES, pool=TEXTS, device=TEXTS, cdi_names=NAMES, share=TEXTS, admin=some.just(False)
-)
-
-
-@given(some.dictionaries(TEXTS, some.lists(DEVICES, max_size=3).map(tuple)))
-def test_prepared_claims_are_written(claims: dict[str, tuple[PreparedDevice, ...]]) -> None:
-    found = read("NodePrepareResourcesResponse", encode_prepared(claims)).claims
-    assert {
-        uid: tuple(
-            PreparedDevice(
-                tuple(each.request_names),
-                each.pool_name,
-                each.device_name,
-                tuple(each.cdi_device_ids),
-                each.share_id,
-            )
-            for each in result.devices
-        )
-        for uid, result in found.items()
-    } == claims
-
-
-def test_errors_and_shares_of_prepared_claims() -> None:
-    device = PreparedDevice(("gpu",), "node", "gpu-0", ("a/b=c",), share="s1", admin=True)
-    plain = PreparedDevice(("gpu",), "node", "gpu-1", ("a/b=d",))
-    found = read("NodePrepareResourcesResponse", encode_prepared({"u1": "no", "u2": (device, plain), "u3": ()})).claims
-    assert (found["u1"].error, list(found["u1"].devices), set(found)) == ("no", [], {"u1", "u2", "u3"})
-    assert [(each.HasField("share_id"), each.share_id) for each in found["u2"].devices] == [(True, "s1"), (False, "")]
-
-
-@given(some.dictionaries(TEXTS, TEXTS, max_size=5))
-def test_unprepared_claims_are_written(results: dict[str, str]) -> None:
-    found = read("NodeUnprepareResourcesResponse", encode_unprepared(results)).claims
-    assert {uid: result.error for uid, result in found.items()} == results
 
 
 def device(name: str, health: Health, message: str) -> Device:
     return Device(name, "vendor", (), "", health=health, health_message=message)
-
-
-@given(some.lists(some.tuples(TEXTS, some.sampled_from(Health), TEXTS)), some.integers(0, 1 << 40))
-def test_health_is_written(devices: list[tuple[str, Health, str]], now: int) -> None:
-    data = encode_health("node", [device(*each) for each in devices], now)
-    answer = read("NodeWatchResourcesResponse", data).devices
-    found = [
-        (each.device.device_name, each.health, each.message, each.device.pool_name, each.last_updated_time)
-        for each in answer
-    ]
-    assert found == [(*each, "node", now) for each in devices]
-    assert all(each.health_check_timeout_seconds == 60 for each in answer)
 
 
 def test_a_long_health_message_is_cut_between_characters() -> None:
@@ -222,9 +146,8 @@ def test_a_long_health_message_is_cut_between_characters() -> None:
 
 @given(some.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    for read_message in (decode_claims, decode_registration_status):
-        with contextlib.suppress(DocumentError):
-            read_message(data)
+    with contextlib.suppress(RpcError):
+        decode_claims(data)
 
 
 @given(some.lists(some.tuples(FILLED, FILLED, FILLED), min_size=1, max_size=3), some.data())
@@ -237,7 +160,7 @@ def test_damaged_messages_are_read_or_refused(claims: list[tuple[str, str, str]]
     )
     place = data.draw(some.integers(0, len(request) - 1))
     request[place] = data.draw(some.integers(0, 255))
-    with contextlib.suppress(DocumentError):
+    with contextlib.suppress(RpcError):
         decode_claims(bytes(request))
 
 
@@ -263,9 +186,8 @@ def test_unknown_fields_are_skipped() -> None:
     ids=("field 0", "wire type 7", "cut off", "huge length", "endless integer", "cut integer", "cut number"),
 )
 def test_malformed_messages_are_refused(data: bytes) -> None:
-    for read_message in (decode_claims, decode_registration_status):
-        with pytest.raises(DocumentError):
-            read_message(data)
+    with pytest.raises(RpcError, match="malformed"):
+        decode_claims(data)
 
 
 @pytest.mark.parametrize(
@@ -282,22 +204,13 @@ def test_malformed_messages_are_refused(data: bytes) -> None:
 def test_claims_of_the_wrong_form_are_refused(fields: bytes, why: str) -> None:
     good = b"\x0a\x01n" + b"\x12\x01u" + b"\x1a\x01c"
     assert decode_claims(b"\x0a" + bytes([len(good)]) + good) == (ClaimReference("n", "c", "u"),)
-    with pytest.raises(DocumentError, match=why):
+    with pytest.raises(RpcError, match=why):
         decode_claims(b"\x0a" + bytes([len(fields)]) + fields)
-
-
-def test_texts_that_are_not_unicode_are_sent_with_a_question_mark() -> None:
-    """The name of a file or a text in JSON may have a surrogate, and must not fail the other claims of the pod."""
-    device = PreparedDevice(("gpu\udc80",), "node", "gpu-0", ("a/b=\udc80",))
-    found = read("NodePrepareResourcesResponse", encode_prepared({"u": (device,), "v": "/a\udc80"})).claims
-    assert (list(found["u"].devices[0].request_names), found["v"].error) == (["gpu?"], "/a?")
-    unprepared = read("NodeUnprepareResourcesResponse", encode_unprepared({"u": "/a\udc80"}))
-    assert unprepared.claims["u"].error == "/a?"
 
 
 def test_a_request_with_too_many_claims_is_refused() -> None:
     claim = {"namespace": "n", "name": "c", "uid": "u"}
-    with pytest.raises(DocumentError, match="2000 claims"):
+    with pytest.raises(RpcError, match="2000 claims"):
         decode_claims(make("NodePrepareResourcesRequest", claims=[claim] * 2000))
 
 
@@ -320,17 +233,22 @@ UNPREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources"
 LONG = 60.0
 
 
+SHARES = {"a": "", "b": "share-1"}
+
+
 class FakeClaims:
-    """Prepares every claim but those with a name that begins with `bad`."""
+    """Prepares every claim but those with a name that begins with `bad`. Names of files may have surrogates."""
 
     def __init__(self) -> None:
         self.prepared: list[str] = []
 
     def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
         if claim.name.startswith("bad"):
-            raise AgentError("it is bad", "make it good")
+            raise AgentError("it is bad: /a\udc80", "make it good")
         self.prepared.append(claim.name)
-        return (PreparedDevice(("gpu",), NODE, f"gpu-of-{claim.name}", ("vendor.com/gpu=0",)),)
+        return (
+            PreparedDevice(("gpu\udc80",), NODE, f"gpu-of-{claim.name}", ("vendor.com/gpu=0",), SHARES[claim.name]),
+        )
 
     def unprepare(self, claim: ClaimReference) -> None:
         if claim.name == "bad":
@@ -347,12 +265,13 @@ def kubelet() -> Iterator[Path]:
 
 def serve_driver(kubelet: Path, health: HealthService) -> DriverPlugin:
     """Serve the driver in a kubelet's directory. This process is the kubelet."""
-    return DriverPlugin(DRA_DRIVER, FakeClaims(), health, str(kubelet), this_process().refusal)
+    claims = FakeClaims()
+    return DriverPlugin(claims.prepare, claims.unprepare, health, str(kubelet), this_process().refusal)
 
 
 @pytest.fixture
 def plugin(kubelet: Path) -> Iterator[DriverPlugin]:
-    running = serve_driver(kubelet, HealthService(repeat=0.1))
+    running = serve_driver(kubelet, HealthService(NODE, repeat=0.1))
     yield running
     running.stop()
 
@@ -404,13 +323,16 @@ def test_registration(plugin: DriverPlugin, kubelet: Path, caplog: pytest.LogCap
 
 
 def test_each_claim_has_its_own_result(plugin: DriverPlugin, kubelet: Path) -> None:
+    """Surrogates become question marks, and fail no other claim of the pod."""
     endpoint = sockets(kubelet)[1]
     found = ask(endpoint, PREPARE, reference("a"), reference("bad"), reference("b"))
-    assert {uid: (each.error, [device.device_name for device in each.devices]) for uid, each in found.items()} == {
-        "uid-of-a": ("", ["gpu-of-a"]),
-        "uid-of-bad": ("it is bad (make it good)", []),
-        "uid-of-b": ("", ["gpu-of-b"]),
-    }
+    assert found["uid-of-bad"].error == "it is bad: /a? (make it good)"
+    assert not found["uid-of-bad"].devices
+    for name, share in SHARES.items():
+        (device,) = found[f"uid-of-{name}"].devices
+        assert (device.pool_name, device.device_name) == (NODE, f"gpu-of-{name}")
+        assert (list(device.request_names), list(device.cdi_device_ids)) == (["gpu?"], ["vendor.com/gpu=0"])
+        assert (device.HasField("share_id"), device.share_id) == (bool(share), share)
     found = ask(endpoint, UNPREPARE, reference("a"), reference("bad"))
     assert {uid: each.error for uid, each in found.items()} == {"uid-of-a": "", "uid-of-bad": "no space left"}
 
@@ -428,7 +350,7 @@ def test_a_malformed_request_is_an_error(plugin: DriverPlugin, kubelet: Path) ->
 
 @pytest.mark.parametrize("method", METHODS)
 def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, method: str) -> None:
-    health = HealthService(repeat=0.1)
+    health = HealthService(NODE, repeat=0.1)
     plugin = serve_driver(kubelet, health)
     gpu = Device("gpu-0", "vendor", (), "", health=Health.HEALTHY)
     lost = Device("gpu-0", "vendor", (), "", health=Health.UNHEALTHY, health_message="Xid 79: fallen off the bus")
@@ -436,7 +358,7 @@ def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, metho
         stream = channel.unary_stream(method)(b"", timeout=LONG)
         assert list(read("NodeWatchResourcesResponse", next(stream)).devices) == [], "nothing is known yet"
         for device in (gpu, lost, gpu):
-            health.publish(NODE, [device])
+            health.publish([device])
             answers = (read("NodeWatchResourcesResponse", each).devices for each in stream)
             found = next(each[0] for each in answers if each and each[0].health == device.health)
             assert (found.device.pool_name, found.device.device_name) == (NODE, "gpu-0")
@@ -451,14 +373,14 @@ def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, metho
 
 def test_a_change_of_health_does_not_wait_for_the_repeat(kubelet: Path) -> None:
     """Not even if it comes while nothing is sent."""
-    health = HealthService(repeat=10 * LONG)
+    health = HealthService(NODE, repeat=10 * LONG)
     plugin = serve_driver(kubelet, health)
     with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
         stream = channel.unary_stream(METHODS[0])(b"", timeout=LONG)
         for state in (Health.HEALTHY, Health.UNHEALTHY):
             # By then, the server has sent everything, and waits.
             time.sleep(0.2)
-            health.publish(NODE, [Device("gpu-0", "vendor", (), "", health=state)])
+            health.publish([Device("gpu-0", "vendor", (), "", health=state)])
             assert [each.health for each in read("NodeWatchResourcesResponse", next(stream)).devices] == [state]
         plugin.stop()
         with contextlib.suppress(grpc.RpcError):
@@ -514,7 +436,7 @@ def test_what_is_in_a_sockets_place_is_put_aside(
     path.parent.mkdir(parents=True)
     kept = make_foreign(path)
     inode = path.lstat().st_ino
-    plugin = serve_driver(kubelet, HealthService())
+    plugin = serve_driver(kubelet, HealthService(NODE))
     register(kubelet)
     assert ask(sockets(kubelet)[1], PREPARE, reference("a"))["uid-of-a"].error == ""
     (aside,) = (each for each in path.parent.iterdir() if each != path)
@@ -533,7 +455,7 @@ def test_a_link_in_the_place_of_the_drivers_directory_is_not_followed(
     path = sockets(kubelet)[1].parent
     path.parent.mkdir()
     path.symlink_to(tmp_path)
-    plugin = serve_driver(kubelet, HealthService())
+    plugin = serve_driver(kubelet, HealthService(NODE))
     register(kubelet)
     assert not path.is_symlink()
     assert f"{path} is not from this service: renamed" in caplog.text
@@ -543,7 +465,7 @@ def test_a_link_in_the_place_of_the_drivers_directory_is_not_followed(
 
 def test_a_socket_that_was_moved_behind_a_link_is_removed_and_nothing_else(kubelet: Path, tmp_path: Path) -> None:
     """Somebody replaces the driver's directory by a link while the service runs."""
-    plugin = serve_driver(kubelet, HealthService())
+    plugin = serve_driver(kubelet, HealthService(NODE))
     path = sockets(kubelet)[1].parent
     path.rename(kubelet / "moved")
     path.symlink_to(tmp_path)
@@ -569,7 +491,7 @@ def test_a_driver_that_another_process_calls_is_not_registered(plugin: DriverPlu
 def test_a_failed_start_leaves_nothing(kubelet: Path) -> None:
     sockets(kubelet)[0].parent.touch()
     with pytest.raises(AgentError, match=r"reg\.sock: cannot listen"):
-        serve_driver(kubelet, HealthService())
+        serve_driver(kubelet, HealthService(NODE))
     assert not sockets(kubelet)[1].exists()
 
 

@@ -17,7 +17,7 @@ import pytest
 from agent.dra import service as module
 from agent.dra.claims import CHECKPOINT, ClaimReference, PreparedDevice, render_checkpoint
 from agent.dra.evictions import EXTENDED
-from agent.dra.service import blocked_message, plugin_resources
+from agent.dra.service import plugin_resources
 from agent.model.conditions import Reason
 from agent.model.contract import Effect, GpuState, GpuStatus
 from agent.model.device import FileIdentity, is_zero
@@ -178,6 +178,7 @@ def test_a_device_plugin_ends_the_offer_until_it_is_gone(api: ApiServer, running
     until("nothing is offered", lambda: offered(api) == [])
     until("the status says so", lambda: running.status.offers[0].reason == Reason.DEVICE_PLUGIN_ACTIVE)
     assert "nvidia.com/gpu: 2" in running.status.offers[0].message
+    assert "unbounded-agent kube allocation dra" in running.status.offers[0].message
     api.put(path, {**api.objects[path], "status": {"capacity": {"nvidia.com/gpu": "0"}}})
     until("two GPUs are offered", lambda: offered(api) == ["01", "02"])
     until("the status says so", lambda: running.status.offers[0].reason == "")
@@ -474,9 +475,3 @@ def test_counts_that_are_not_zero_are_found(status: dict[str, Any], found: dict[
 @pytest.mark.parametrize(("count", "zero"), [("0", True), ("0k", True), ("0.0", True), ("1", False), ("10", False)])
 def test_zero_has_many_forms(count: str, zero: bool) -> None:
     assert is_zero(count) is zero
-
-
-def test_the_reason_has_the_steps() -> None:
-    text = blocked_message({"vendor.com/gpu": "8"})
-    assert "vendor.com/gpu: 8" in text
-    assert "unbounded-agent kube allocation dra" in text

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agent.dra.inventory import NUMA_NODE, Device, Taint
-from agent.dra.slices import Node, is_current, make_slices, own_slices, quantity, slice_name, writes
+from agent.dra.slices import Node, is_current, make_slices, own_slices, quantity, slice_name
 from agent.model.contract import Effect
 from agent.vendors.dra_vendor import Attribute, Version
 
@@ -140,13 +140,6 @@ def test_what_the_server_made_of_the_last_write_is_as_wanted() -> None:
     assert not is_current(wanted, [stored], {})
     assert is_current(wanted, [stored], remembered)  # type: ignore[arg-type]
     assert not is_current(make_slices(NODE, devices(1), 3), [stored], remembered)  # type: ignore[arg-type]
-
-
-def test_each_slice_is_made_changed_or_removed() -> None:
-    before, wanted = make_slices(NODE, devices(300), 1), make_slices(NODE, devices(129), 2)
-    kinds = [(each.name[-1], each.content is not None, each.before is not None) for each in writes(wanted, before)]
-    assert kinds == [("0", True, True), ("1", True, True), ("2", False, True)]
-    assert [each.before for each in writes(wanted, [])] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,11 @@
 """A node whose claims are prepared: an API server with claims, a kubelet's record, and devices. No sockets."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agent.dra.claims import (
-    CHECKPOINT,
-    RECORD_NAME,
-    Checkpoint,
-    ClaimGoneError,
-    ClaimReference,
-    NodeClaims,
-    read_record,
-)
+from agent.dra.claims import CHECKPOINT, RECORD_NAME, Checkpoint, ClaimReference, NodeClaims, NotAllocatedError
 from agent.dra.inventory import Device
 from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
@@ -55,14 +47,13 @@ class Node:
         """Return the claims as a new process knows them."""
         if self._checkpoint:
             self._checkpoint.close()
-        checkpoint = self._checkpoint = Checkpoint(self.system, KUBELET)
-        record: Callable[[], bytes] = lambda: read_record(self.system, KUBELET)  # noqa: E731
-        return NodeClaims(NODE, self.fetch, lambda: self.devices, checkpoint, record)
+        self._checkpoint = Checkpoint(self.system, KUBELET)
+        return NodeClaims(NODE, self.fetch, lambda: self.devices, self._checkpoint)
 
     def fetch(self, claim: ClaimReference) -> Mapping[str, Any]:
         self.asked.append(claim.name)
         if claim.name not in self.api:
-            raise ClaimGoneError(f"claim {claim}: not found")
+            raise NotAllocatedError(f"claim {claim}: not found")
         return self.api[claim.name]
 
     def kubelet_has(self, *claims: ClaimReference, device: str = GPUS[0]) -> None:

@@ -15,10 +15,9 @@ import time
 from pathlib import Path
 
 import agent.dra
-from agent.dra.claims import Checkpoint, ClaimGoneError, ClaimReference, NodeClaims, Prepared, read_record
+from agent.dra.claims import Checkpoint, ClaimReference, NodeClaims, NotAllocatedError, Prepared
 from agent.dra.inventory import Device, Health
 from agent.dra.kubelet import DriverPlugin, HealthService, KubeletPeer
-from agent.model.paths import DRA_DRIVER
 from agent.system.files import System
 from agent.system.process import host_runner
 from tests.fakes.dra_node import GPUS, KUBELET, NODE
@@ -46,16 +45,16 @@ def main(tree: Path) -> None:
         try:
             found: dict[str, object] = json.loads((tree / "claims" / f"{claim.name}.json").read_text())
         except FileNotFoundError as error:
-            raise ClaimGoneError(f"claim {claim}: not found") from error
+            raise NotAllocatedError(f"claim {claim}: not found") from error
         return found
 
     devices = {name: Device(name, "vendor", (f"vendor.com/gpu={name}",), "", health=Health.HEALTHY) for name in GPUS}
-    claims = NodeClaims(NODE, fetch, lambda: devices, checkpoint, lambda: read_record(system, KUBELET))
-    health = HealthService()
-    health.publish(NODE, devices.values())
+    claims = NodeClaims(NODE, fetch, lambda: devices, checkpoint)
+    health = HealthService(NODE)
+    health.publish(devices.values())
     kubelet = KubeletPeer()
     kubelet.follow(os.getppid())
-    plugin = DriverPlugin(DRA_DRIVER, claims, health, str(tree / KUBELET[1:]), kubelet.refusal)
+    plugin = DriverPlugin(claims.prepare, claims.unprepare, health, str(tree / KUBELET[1:]), kubelet.refusal)
     sys.stdout.write("serving\n")
     sys.stdout.flush()
     while not (tree / "stop").exists():
