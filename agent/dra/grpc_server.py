@@ -240,7 +240,7 @@ class Server:
         self._limits, self._changed = limits, changed
         self.peers: set[_Peer] = set()
         self.running: set[Call] = set()
-        """Calls whose threads are busy, even if nobody waits for them any more. Other threads only remove their own."""
+        """Calls whose threads are busy, even if their clients no longer wait. Other threads only remove their own."""
         self._posted: deque[tuple[_Peer, Callable[[], None]]] = deque()
         """What other threads want to be done with connections."""
         self._waker, self._woken = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
