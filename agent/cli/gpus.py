@@ -13,7 +13,7 @@ from agent.cli.output import document, report_problems
 from agent.cli.printing import say
 from agent.cli.wiring import reconciler_for
 from agent.config.settings import Config, MachineSettings
-from agent.host.apply.steps import perform
+from agent.host.apply.steps import write_file
 from agent.host.plan.goal import Plan, remembered_files
 from agent.host.plan.nspawn import node_by_number
 from agent.host.reconcile import MachineOutcome, Outcome, Reconciler
@@ -665,7 +665,7 @@ def _open_again(gpu: Gpu, recovered: tuple[str, ...], reconciler: Reconciler, ti
     with pass_lock(reconciler.system, reconciler.progress):
         # As in agent.host.plan.diff, the record comes first: its time shows when the handoff was last published.
         for path in (file(name) for name in names for file in (granted_file, handoff_file)):
-            perform(WriteFile(path, reconciler.system.read_untrusted(path)[0]), reconciler.system)
+            write_file(WriteFile(path, reconciler.system.read_untrusted(path)[0]), reconciler.system)
     removal.passes(f"open {address} again", removal.not_reported)
     what = f"is not detached; asked {', '.join(names)} to open it again: see `unbounded-agent status`"
     return Ending(not removal.remarks, (*recovered, f"{address} {what}", *removal.remarks))

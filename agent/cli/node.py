@@ -19,7 +19,7 @@ from agent.host.observe.machine import observe_joined, observe_units
 from agent.host.provision.node_files import read_token
 from agent.host.provision.plan import made_nodes, observe_found, observe_node
 from agent.host.provision.preflight import Asking, check_server
-from agent.host.provision.reset import Ending, Reset
+from agent.host.provision.reset import Ending, reset
 from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import MachineOutcome, Outcome, Reconciler
 from agent.host.state.locks import COMMAND_WAIT, PASS_WAIT, locked, machine_locks
@@ -441,16 +441,7 @@ def up(
 
 
 def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: _Output) -> int:
-    provisioner.run(work.record)
-    host = work.host
-    for node in work.nodes:
-        if node.make:
-            # Change the host's settings only once, while the first image is pulled. If no image is pulled, the call of
-            # `run` below the loop changes them.
-            provisioner.make_root(node, host)
-            host = ()
-        provisioner.replace_token(node)
-    provisioner.run(host)
+    provisioner.run(work.steps)
     _reload_service(provisioner.system, output)
     outcome, failures = watch.start()
     startable = {machine.name for machine in watch.machines(outcome) if machine.startable}
@@ -548,7 +539,7 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
 
     system = reconciler.system
     with locked(system, PROVISION_LOCK, COMMAND_WAIT, BUSY), machine_locks(system, (machine,), "reset"):
-        ending = Reset(machine, system, network, remove_files, lambda: not kept, progress).run()
+        ending = reset(machine, system, network, remove_files, lambda: not kept, progress)
     for remark in ending.remarks:
         report(f"note: {remark}")
     say(_advice(machine, ending, configured=machine in reconciler.config.machines))

@@ -137,7 +137,7 @@ class Goal(Struct, frozen=True):
         return (*settings, *(machine.handoff_file for machine in self.machines))
 
 
-# Steps from the current state to the goal. Data only: `agent.host.apply.steps` runs them, `plan` prints them.
+# Steps from the current state to the goal. Data only: agent.host.apply.steps performs them, `plan` prints them.
 
 
 ActionKind: TypeAlias = Literal["write", "remove", "stage", "mount", "reload", "change"]
@@ -150,6 +150,10 @@ class Step(Struct, frozen=True):
     kind: ClassVar[ActionKind]
     words: ClassVar[str]
     """The action for people. It may contain the action's fields, as in `{0.path}`."""
+    decisive: ClassVar[bool] = False
+    """Whether no later step is performed if this one fails. Otherwise, only steps that depend on it are left out."""
+    together: ClassVar[bool] = False
+    """Whether the step may run at the same time as the steps directly before and after it with this mark."""
 
     def describe(self) -> str:
         """Return what the action does, to be put after `would` or `cannot`."""

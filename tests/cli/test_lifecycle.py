@@ -13,7 +13,8 @@ from agent.cli.lifecycle import lifecycle
 from agent.cli.node import reset_machine, up
 from agent.cli.parser import make_parser
 from agent.config.settings import MachineSettings
-from agent.host.provision.apply import Tools, perform
+from agent.host.apply.steps import apply
+from agent.host.provision.apply import performers
 from agent.host.provision.plan import RemoveRoot
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks, pass_lock
@@ -444,7 +445,7 @@ def test_the_root_of_a_machine_that_stays_stopped_is_removed(host: NodeHost, loa
     """machined asks for another stop of a machine that systemd had to kill."""
     host.bus.unit(UNITS[0], "inactive", load)
     host.bus.jobs[UNITS[0]] = job
-    perform(RemoveRoot(MACHINE), Tools(host, host.network))
+    apply((RemoveRoot(MACHINE),), host, performers=performers(host.network))
     assert not host.exists(machine_root(MACHINE))
 
 
@@ -453,7 +454,7 @@ def test_the_root_of_a_machine_whose_start_waits_is_not_removed(host: NodeHost, 
     units(host, "inactive")
     host.bus.jobs[UNITS[0]] = job
     with pytest.raises(AgentError, match=f"{UNITS[0]} is about to start"):
-        perform(RemoveRoot(MACHINE), Tools(host, host.network))
+        apply((RemoveRoot(MACHINE),), host, performers=performers(host.network))
     assert host.exists(machine_root(MACHINE))
 
 
@@ -462,7 +463,7 @@ def test_the_root_of_a_machine_that_is_not_stopped_is_not_removed(host: NodeHost
     """systemctl or `apply` may have started it after `reset` stopped it."""
     units(host, state)
     with pytest.raises(AgentError, match=f"{UNITS[0]} is {state}"):
-        perform(RemoveRoot(MACHINE), Tools(host, host.network))
+        apply((RemoveRoot(MACHINE),), host, performers=performers(host.network))
     assert host.exists(machine_root(MACHINE))
 
 

@@ -1,8 +1,10 @@
-"""Performs the steps that `agent.host.plan.diff` returns, in their order."""
+"""Performs steps in their order: those of a pass (agent.host.plan.diff), and those of `up` and `reset`."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from operator import eq
-from typing import assert_never
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,7 +21,6 @@ from agent.model.contract import (
 from agent.model.errors import AgentError, BusAnswerError, BusError, DocumentError, reason
 from agent.model.facts import READ_ONLY, Absent, Broken, DeviceAllow, LiveSettings, Unseen, render_live
 from agent.model.goal import (
-    Action,
     ChangeDevices,
     Cleanup,
     ProtectDriverRoots,
@@ -57,19 +58,226 @@ from agent.system.copy import clear
 from agent.system.files import System
 from agent.system.trust import read_seen, write_record
 
-# Changes the devices of a running machine, without restarting the machine or anything in it.
-#
-# The calls go to systemd and systemd-machined over D-Bus: starting systemctl or machinectl would take ten times as
-# long.
+Progress: TypeAlias = Callable[[str], None]
+"""Takes a sentence for the user. An empty text only means that the work goes on."""
+Performer: TypeAlias = Callable[[Any, System, Progress], object]
+"""Performs a step of one type. Raises OSError or an AgentError."""
+
+
+class Applied(Struct, frozen=True):
+    """The results of the steps."""
+
+    done: tuple[Step, ...]
+    failures: tuple[str, ...]
+    """Sentences that name the steps that failed."""
+    concerned: dict[str, str]
+    """As in agent.host.reconcile.Outcome."""
+    failed_cleanups: dict[Cleanup, str]
+    """Removals that failed, with the reason. They are not failures of the pass, because no machine waits for them."""
+
+
+def apply(
+    actions: Sequence[Step],
+    system: System,
+    progress: Progress = lambda _: None,
+    performers: Mapping[type[Step], Performer] | None = None,
+) -> Applied:
+    """Perform the steps, each by the performer of its type; without `performers`, they are the steps of a pass.
+
+    A step that fails does not stop the others, except steps that depend on it. But after a `decisive` step that fails,
+    no later step is performed: raises AgentError. Consecutive steps that are marked `together` run at the same time.
+    Calls `progress` with a sentence before each step.
+    """
+    done, failed, failures, concerned = list[Step](), list[Step](), list[str](), dict[str, str]()
+    failed_cleanups: dict[Cleanup, str] = {}
+    record_failures: tuple[str, ...] | None = None
+    for batch in _batches(actions):
+        # The ownership record is updated only now, because the disk takes milliseconds, and a new GPU of a running
+        # machine needs no settings. If the record cannot be updated, no settings are written.
+        if record_failures is None and any(isinstance(each, WriteFile) and _needs_record(each) for each in batch):
+            record_failures = _update_record(actions, system, finished=False)
+            failures += record_failures
+        due = [each for each in batch if not _must_skip(each, failed, recorded=not record_failures)]
+        for action, error in zip(due, _perform_all(due, system, progress, performers or PERFORMERS), strict=True):
+            if error is None:
+                done.append(action)
+                continue
+            expected = isinstance(error, AgentError | OSError)
+            if not isinstance(error, Exception) or (action.decisive and not expected):
+                raise error
+            failure = _failure_of(action, error)
+            if action.decisive:
+                raise failure from error
+            failed.append(action)
+            if isinstance(action, Cleanup):
+                failed_cleanups[action] = str(failure)
+            else:
+                failures.append(str(failure))
+                if (machine := _machine(action)) is not None:
+                    concerned[failures[-1]] = machine
+    if any(isinstance(action, RemoveFile) for action in done):
+        failures += _update_record(done, system, finished=True)
+    return Applied(tuple(done), tuple(failures), concerned, failed_cleanups)
+
+
+def _batches(actions: Iterable[Step]) -> Iterator[list[Step]]:
+    """Yield the steps that may be performed at the same time."""
+    for together, group in groupby(actions, key=lambda each: each.together):
+        batch = [*group]
+        yield from [batch] if together else ([each] for each in batch)
+
+
+def _perform_all(
+    actions: Sequence[Step], system: System, progress: Progress, performers: Mapping[type[Step], Performer]
+) -> list[BaseException | None]:
+    """Perform independent steps, all to their end, and return their errors. Only Ctrl-C ends them early."""
+    errors: list[BaseException | None] = [None] * len(actions)
+
+    def attempt(index: int) -> None:
+        action = actions[index]
+        try:
+            progress(action.describe())
+            performers[type(action)](action, system, progress)
+        except KeyboardInterrupt:
+            # Python raises KeyboardInterrupt only in the main thread, which performs the first step. The other threads
+            # end with the process.
+            raise
+        except BaseException as error:
+            errors[index] = error
+
+    # Daemon threads, so that the process ends after Ctrl-C without waiting for them.
+    threads = [threading.Thread(target=attempt, args=(index,), daemon=True) for index in range(1, len(actions))]
+    for thread in threads:
+        thread.start()
+    if actions:
+        attempt(0)
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def _machine(action: Step) -> str | None:
+    """Return the only machine that a step concerns; None if it may concern any machine."""
+    match action:
+        case ChangeDevices(machine):
+            return machine
+        case WriteFile(path) | RemoveFile(path) if path.startswith(f"{MACHINES_STATE}/"):
+            return path.removeprefix(f"{MACHINES_STATE}/").partition("/")[0]
+        case WriteFile(path) | RemoveFile(path):
+            return machine_of(path)
+        case _:
+            return None
+
+
+def _must_skip(action: Step, failed: Sequence[Step], *, recorded: bool) -> bool:
+    """Return whether a step depends on one that failed, or on the ownership record, which is not `recorded`."""
+    match action:
+        case WriteFile(path) if path.startswith(f"{MACHINES_STATE}/"):
+            # The handoff may name a driver root that could not be published.
+            return any(isinstance(each, Publishing) for each in failed)
+        case StageDriverRoot():
+            # If plain directories could not be replaced, they stay in use: do not stage roots in their place.
+            return any(isinstance(each, ProtectDriverRoots) for each in failed)
+        case WriteFile():
+            return not recorded and _needs_record(action)
+        case RemoveFile():
+            # If systemd's drop-in with a machine's device permissions could not be removed, the machine's settings
+            # files must stay: without them, later passes would not find that drop-in.
+            return any(
+                isinstance(each, RemoveFile) and each.path.startswith(f"{RUNTIME_PROPERTIES}/") for each in failed
+            )
+        case _:
+            return False
+
+
+def _failure_of(action: Step, error: Exception) -> AgentError:
+    """Return the error with which an action failed, in a sentence that names the action."""
+    what = f"cannot {action.describe()}"
+    match error:
+        case AgentError():
+            return AgentError(f"{what}: {error.message}", error.hint)
+        case OSError():
+            # A step may also write a record of itself, such as RELOAD_PENDING.
+            return AgentError(f"{what}: {reason(error, action.describe())}")
+        case _:
+            return AgentError(f"{what}: {in_words(error)}")
+
+
+def _needs_record(write: WriteFile) -> bool:
+    """Return whether the ownership record must name the file. Files in STATE are the agent's even without a record."""
+    return not write.path.startswith(f"{STATE}/")
+
+
+def _update_record(actions: Sequence[Step], system: System, *, finished: bool) -> tuple[str, ...]:
+    """Update the ownership record before the first step that needs it, or, if `finished`, after the steps.
+
+    Return failures. The record names a file from before the file is written until after it is removed.
+    """
+    try:
+        found = OWNED_FILES.read_seen(OWNED, system)
+        if isinstance(found, Unseen):
+            # The files in the record must not be forgotten.
+            raise OSError(found.why)
+        # Without the record, a pass takes over the files whose content is as the agent would write it.
+        before = {} if isinstance(found, Absent | Broken) else found.files
+        owned = dict(before)
+        for action in actions:
+            if isinstance(action, WriteFile) and _needs_record(action):
+                owned[action.path] = sha256(action.content)
+            elif isinstance(action, RemoveFile) and finished:
+                owned.pop(action.path, None)
+        if owned != before:
+            OWNED_FILES.write(OWNED, Owned(dict(sorted(owned.items()))), system)
+    except OSError as error:
+        return (f"cannot record the written files in {OWNED}: {reason(error, OWNED)}",)
+    return ()
+
+
+# How each step of a pass is performed.
+
+
+def write_file(action: WriteFile, system: System, _: Progress = lambda _: None) -> None:
+    """Write a file of the agent. Raises OSError."""
+    _record_pending_reload(action.path, system)
+    if action.path.startswith(f"{STATE}/"):
+        make_way(action.path, system)
+    system.write(action.path, action.content, action.mode)
+
+
+def _remove_file(action: RemoveFile, system: System, _: Progress) -> None:
+    _record_pending_reload(action.path, system)
+    system.remove(action.path)
+    if (machine := machine_of(action.path)) is not None:
+        # It was a machine's settings file. If the machine is now started without the agent's settings, that start makes
+        # no new records of the start; once the machine is configured again, the old ones would be taken for them.
+        for record in (live_file(machine), started_nspawn(machine), started_drop_in(machine)):
+            system.remove(record)
+
+
+def _record_pending_reload(path: str, system: System) -> None:
+    """Record, before a unit file changes, that systemd must read it again: a crash must not hide the change."""
+    if path.startswith(UNIT_SETTINGS):
+        system.write(RELOAD_PENDING, b"")
+
+
+def _stage(action: StageDriverRoot, system: System, progress: Progress) -> None:
+    stage(action.root, system, lambda: progress(""))
+    publish(action.root.index, system)
+
+
+def _reload(_: ReloadUnits, system: System, __: Progress) -> None:
+    system.run("systemctl", "daemon-reload", timeout=60)
+    system.remove(RELOAD_PENDING)
 
 
 DRM = "/dev/dri/"
 
 
-def change_devices(action: ChangeDevices, system: System, report_progress: Callable[[], None] = lambda: None) -> None:
-    """Change permissions, bind nodes, and record what succeeded.
+def change_devices(action: ChangeDevices, system: System, progress: Progress = lambda _: None) -> None:
+    """Change the devices of a running machine, without restarting anything in it, and record what succeeded.
 
-    Raises AgentError, or OSError if the record cannot be written.
+    Raises AgentError, or OSError if the record cannot be written. The calls go to systemd and systemd-machined over
+    D-Bus: starting systemctl or machinectl would take ten times as long.
 
     The intended permissions are recorded first, so that the record has every permission in force even if the agent is
     killed before the end. If the record cannot be written, devices that are no longer granted are forbidden all the
@@ -98,21 +306,9 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
             failures.append(str(error))
             # If PID 1 did not answer, it may have carried out the call all the same: record the intended permissions.
             live = live if isinstance(error, BusAnswerError) else intended
-    live, unbound = _bind_all(action, live, system, report_progress)
-    _record(action.machine, live, system)
-    if failures := [*failures, *unbound]:
-        raise AgentError("; ".join(failures), f"{restart_command(action.machine)} applies all changes")
-
-
-def _bind_all(
-    action: ChangeDevices, live: LiveSettings, system: System, report_progress: Callable[[], None]
-) -> tuple[LiveSettings, list[str]]:
-    """Bind the nodes that the machine lacks. Return `live` with the nodes that could be bound, and the failures."""
-    failures = []
     # The vendors' own nodes come before those of DRM: few pods need DRM's, and each bind takes machined milliseconds.
-    for path, number in sorted(action.after.nodes.items(), key=lambda node: node[0].startswith(DRM)):
-        if path in live.nodes:
-            continue
+    missing = [each for each in after.nodes.items() if each[0] not in live.nodes]
+    for path, number in sorted(missing, key=lambda node: node[0].startswith(DRM)):
         try:
             read_only = number.startswith(READ_ONLY) or path in action.read_only
             systemd.bind_mount(action.machine, path, read_only=read_only, system=system)
@@ -122,8 +318,10 @@ def _bind_all(
             failures.append(f"{path} cannot be bound: {error}")
             if isinstance(error.__cause__, TimeoutError):
                 break
-        report_progress()
-    return live, failures
+        progress("")
+    _record(action.machine, live, system)
+    if failures:
+        raise AgentError("; ".join(failures), f"{restart_command(action.machine)} applies all changes")
 
 
 def _record(machine: str, live: LiveSettings, system: System) -> None:
@@ -136,192 +334,17 @@ def _permit(machine: str, allow: Iterable[DeviceAllow], system: System) -> None:
     systemd.set_device_allow(machine_unit(machine), allow, system)
 
 
-class Applied(Struct, frozen=True):
-    """The results of the steps."""
-
-    done: tuple[Action, ...]
-    failures: tuple[str, ...]
-    """Sentences that name the steps that failed."""
-    concerned: dict[str, str]
-    """As in agent.host.reconcile.Outcome."""
-    failed_cleanups: dict[Cleanup, str]
-    """Removals that failed, with the reason. They are not failures of the pass, because no machine waits for them."""
-
-
-def apply(actions: Sequence[Action], system: System, progress: Callable[[str], None] = lambda _: None) -> Applied:
-    """Perform the steps. A step that fails does not stop the others, except steps that depend on it.
-
-    Calls `progress` with a sentence before each step, and with an empty text during a long one.
-    """
-    done: list[Action] = []
-    failed_cleanups: dict[Cleanup, str] = {}
-    failed: list[Action] = []
-    failures, concerned = list[str](), dict[str, str]()
-    record_failures: tuple[str, ...] | None = None
-    for action in actions:
-        # The ownership record is updated only now, because the disk takes milliseconds, and a new GPU of a running
-        # machine needs no settings. If the record cannot be updated, no settings are written.
-        if record_failures is None and isinstance(action, WriteFile) and _needs_record(action):
-            record_failures = _update_record(actions, system, finished=False)
-            failures += record_failures
-        if _must_skip(action, failed, recorded=not record_failures):
-            continue
-        progress(action.describe())
-        try:
-            perform(action, system, lambda: progress(""))
-            done.append(action)
-        except Exception as error:
-            failed.append(action)
-            if isinstance(action, Cleanup):
-                failed_cleanups[action] = str(failure_of(action, error))
-            else:
-                failures.append(str(failure_of(action, error)))
-                if (machine := _machine(action)) is not None:
-                    concerned[failures[-1]] = machine
-    if any(isinstance(action, RemoveFile) for action in done):
-        failures += _update_record(done, system, finished=True)
-    return Applied(tuple(done), tuple(failures), concerned, failed_cleanups)
-
-
-def _machine(action: Action) -> str | None:
-    """Return the only machine that a step concerns; None if it may concern any machine."""
-    match action:
-        case ChangeDevices(machine):
-            return machine
-        case WriteFile(path) | RemoveFile(path) if path.startswith(f"{MACHINES_STATE}/"):
-            return path.removeprefix(f"{MACHINES_STATE}/").partition("/")[0]
-        case WriteFile(path) | RemoveFile(path):
-            return machine_of(path)
-        case _:
-            return None
-
-
-def _must_skip(action: Action, failed: Sequence[Action], *, recorded: bool) -> bool:
-    """Return whether a step must be skipped.
-
-    A step must be skipped if it depends on a step that failed. `recorded` is False if the ownership record could not be
-    updated: steps that need the record must be skipped then.
-    """
-    match action:
-        case WriteFile(path) if path.startswith(f"{MACHINES_STATE}/"):
-            # The handoff may name a driver root that could not be published.
-            return any(isinstance(each, Publishing) for each in failed)
-        case StageDriverRoot():
-            # If plain directories could not be replaced, they stay in use: do not stage roots in their place.
-            return any(isinstance(each, ProtectDriverRoots) for each in failed)
-        case WriteFile():
-            return not recorded and _needs_record(action)
-        case RemoveFile():
-            # If systemd's drop-in with a machine's device permissions could not be removed, the machine's settings
-            # files must stay: without them, later passes would not find that drop-in.
-            return any(
-                isinstance(each, RemoveFile) and each.path.startswith(f"{RUNTIME_PROPERTIES}/") for each in failed
-            )
-        case _:
-            return False
-
-
-def perform(action: Action, system: System, report_progress: Callable[[], None] = lambda: None) -> None:
-    """Perform one step. Raises OSError or an AgentError."""
-    match action:
-        case WriteFile():
-            _write(action, system)
-        case RemoveFile(path):
-            _record_pending_reload(path, system)
-            system.remove(path)
-            _forget_start(path, system)
-        case StageDriverRoot(root):
-            stage(root, system, report_progress)
-            publish(root.index, system)
-        case PublishDriverRoot(root):
-            publish(root.index, system)
-        case ProtectDriverRoots(indices):
-            protect(indices, system)
-        case ChangeDevices():
-            change_devices(action, system, report_progress)
-        case RemoveDriverRoot(index):
-            remove_root(index, system)
-        case RemoveStaleStaging(paths):
-            clear(paths, system, LEFTOVERS_LIMIT)
-        case ReloadUnits():
-            system.run("systemctl", "daemon-reload", timeout=60)
-            system.remove(RELOAD_PENDING)
-        case _:
-            assert_never(action)
-
-
-def _forget_start(path: str, system: System) -> None:
-    """If the path is a machine's settings file, remove the records of the machine's last start with settings.
-
-    If the machine is then started without the agent's settings, that start makes no new records. Once the machine is
-    configured again, the old records would be taken for records of that start.
-    """
-    if (machine := machine_of(path)) is not None:
-        for record in (live_file(machine), started_nspawn(machine), started_drop_in(machine)):
-            system.remove(record)
-
-
-def _write(action: WriteFile, system: System) -> None:
-    _record_pending_reload(action.path, system)
-    if action.path.startswith(f"{STATE}/"):
-        make_way(action.path, system)
-    system.write(action.path, action.content, action.mode)
-
-
-def _needs_record(write: WriteFile) -> bool:
-    """Return whether the ownership record must name the file. Files in STATE are the agent's even without a record."""
-    return not write.path.startswith(f"{STATE}/")
-
-
-def _record_pending_reload(path: str, system: System) -> None:
-    """Record, before a unit file changes, that systemd must read it again: a crash must not hide the change."""
-    if path.startswith(UNIT_SETTINGS):
-        system.write(RELOAD_PENDING, b"")
-
-
-def failure_of(action: Step, error: Exception) -> AgentError:
-    """Return the error with which an action failed, in a sentence that names the action."""
-    what = f"cannot {action.describe()}"
-    match error:
-        case AgentError():
-            return AgentError(f"{what}: {error.message}", error.hint)
-        case OSError():
-            # A step may also write a record of itself, such as RELOAD_PENDING.
-            return AgentError(f"{what}: {reason(error, action.describe())}")
-        case _:
-            return AgentError(f"{what}: {in_words(error)}")
-
-
-def _update_record(actions: Sequence[Action], system: System, *, finished: bool) -> tuple[str, ...]:
-    """Update the ownership record before the first step that needs it, or, if `finished`, after the steps.
-
-    Return failures.
-
-    The record names a file from before the file is written until after it is removed. If the current record cannot be
-    read, that is a failure too: the files in it must not be forgotten.
-    """
-    try:
-        before = _read_record(system)
-        owned = dict(before)
-        for action in actions:
-            if isinstance(action, WriteFile) and _needs_record(action):
-                owned[action.path] = sha256(action.content)
-            elif isinstance(action, RemoveFile) and finished:
-                owned.pop(action.path, None)
-        if owned != before:
-            OWNED_FILES.write(OWNED, Owned(dict(sorted(owned.items()))), system)
-    except OSError as error:
-        return (f"cannot record the written files in {OWNED}: {reason(error, OWNED)}",)
-    return ()
-
-
-def _read_record(system: System) -> dict[str, str]:
-    """Return the ownership record; empty if it is missing or damaged. Raises OSError if it cannot be read."""
-    found = OWNED_FILES.read_seen(OWNED, system)
-    if isinstance(found, Unseen):
-        raise OSError(found.why)
-    # Without the record, a pass takes over the files whose content is as the agent would write it.
-    return {} if isinstance(found, Absent | Broken) else found.files
+PERFORMERS: Mapping[type[Step], Performer] = {
+    WriteFile: write_file,
+    RemoveFile: _remove_file,
+    StageDriverRoot: _stage,
+    PublishDriverRoot: lambda action, system, _: publish(action.root.index, system),
+    ProtectDriverRoots: lambda action, system, _: protect(action.indices, system),
+    ChangeDevices: change_devices,
+    RemoveDriverRoot: lambda action, system, _: remove_root(action.index, system),
+    RemoveStaleStaging: lambda action, system, _: clear(action.paths, system, LEFTOVERS_LIMIT),
+    ReloadUnits: _reload,
+}
 
 
 # Publishes the documents next to the handoff. A change of one of them does not make the handoff pending.
@@ -355,7 +378,10 @@ def publish_documents(
                 if system.exists(path):
                     make_way(path, system)
                     system.remove(path)
-            elif not same(_published(path, system), content):
+                continue
+            # A link is not followed: root in the machine can remount the directory writable and put one there.
+            before = read_seen(lambda path: system.read_untrusted(path)[0], path)
+            if not isinstance(before, bytes) or not same(before, content):
                 make_way(path, system)
                 system.write(path, content)
         except OSError as error:
@@ -369,26 +395,17 @@ def publish_host_status(
     system: System, ready: Mapping[str, Condition], with_state: Collection[str], now: float
 ) -> tuple[str, ...]:
     """Do the same with the host status of each machine in `ready`, which is also written if it is no longer fresh."""
+
+    def same_and_fresh(before: bytes, after: bytes) -> bool:
+        try:
+            old, new = parse_host_status(before), parse_host_status(after)
+        except DocumentError:
+            return False
+        # The status is also written if the clock was set back.
+        return old._replace(evaluated=new.evaluated) == new and 0 <= new.evaluated - old.evaluated < FRESH
+
     documents = {name: render_host_status(host_status(each, now)) for name, each in ready.items()}
-    return publish_documents(system, conditions_file, documents, with_state, same=_same_and_fresh)
-
-
-def _published(path: str, system: System) -> bytes:
-    try:
-        # A link is not followed: root in the machine can remount the directory writable and put one there.
-        return system.read_untrusted(path)[0]
-    except OSError:
-        return b""
-
-
-def _same_and_fresh(before: bytes, after: bytes) -> bool:
-    try:
-        old = parse_host_status(before)
-    except DocumentError:
-        return False
-    new = parse_host_status(after)
-    # The status is also written if the clock was set back.
-    return old._replace(evaluated=new.evaluated) == new and 0 <= new.evaluated - old.evaluated < FRESH
+    return publish_documents(system, conditions_file, documents, with_state, same=same_and_fresh)
 
 
 # Gives a machine its bootstrap token, and removes the token once the machine's kubelet has joined the cluster.

@@ -6,10 +6,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from agent.config.settings import ImageSettings
+from agent.host.apply.steps import Progress
 from agent.host.provision.binaries import DAMAGED, PROXY_HINT, entries
 from agent.host.provision.node_files import secret_file
 from agent.model.errors import (
@@ -244,9 +245,6 @@ WHITEOUT = ".wh."
 """Begins the name of an entry that removes the entry of this name, without the beginning, of an earlier layer."""
 TICK = 1.0
 """Seconds between two progress messages."""
-
-Progress = Callable[[str], None]
-"""Takes a sentence for the user."""
 
 
 def unpack(

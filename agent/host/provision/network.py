@@ -201,9 +201,11 @@ class Leftovers(Struct, frozen=True):
     """What may belong to somebody else."""
 
 
+NO_LEFTOVERS = Leftovers((), ())
+
+
 def leftovers(found: Network, now: Network) -> Leftovers:
     """Return what was added after the network was found, divided into what to remove and what to keep."""
-    # Not by the bridge: an old interface may be a port of another one by now.
     known = {(each.name, each.kind) for each in found.links}
     links = [each for each in now.links if (each.name, each.kind) not in known]
     node_links = [each for each in links if each.kind and NAMES.match(each.name)]

@@ -1,16 +1,17 @@
 """Compares what exists with what a node needs, and returns the steps of `up` and `reset`. Pure."""
 
-import posixpath
 import stat
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from msgspec import Struct
 
+from agent.config.settings import ImageSettings
 from agent.host.observe.machine import is_enabled, observe_joined
 from agent.host.provision.network import Leftovers
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.state.records import Durable
+from agent.model.errors import AgentError
 from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.model.goal import Step
 from agent.model.node import (
@@ -35,35 +36,41 @@ from agent.model.paths import (
     staged_prefix,
     staged_root,
     token_file,
-    unit_drop_in,
 )
 from agent.model.text import sha256
 from agent.system.files import System
 from agent.system.trust import read_seen
 
-# Steps of `up` and `reset`. Data only: `agent.host.provision.apply` prints each step, then runs it.
+# Steps of `up` and `reset`. Data only: agent.host.provision.apply has their performers.
 
 
-class RecordHost(Step, frozen=True):
+class NodeStep(Step, frozen=True):
+    decisive = True
+
+
+class RecordHost(NodeStep, frozen=True):
     kind = "write"
     words = "record the host as it was found"
     found: AsFound
 
 
-class ChangeHost(Step, frozen=True):
+class ChangeHost(NodeStep, frozen=True):
     kind = "change"
     words = "change the host's settings for the kubelet"
+    together = True
     goal: HostSettings
     before: HostState
 
 
-class StageRoot(Step, frozen=True):
+class StageRoot(NodeStep, frozen=True):
     """Pull the image and unpack it into the directory `staged`, which is not a machine yet.
 
     The FillRoot that follows calls this directory `unpacked`. What FillRoot calls `staged` is another directory.
     """
 
     kind = "stage"
+    together = True
+    settings: ImageSettings
     image: NodeImage
     staged: str
 
@@ -73,17 +80,18 @@ class StageRoot(Step, frozen=True):
         return f"pull and unpack {self.image.name}{size}"
 
 
-class FetchBinaries(Step, frozen=True):
+class FetchBinaries(NodeStep, frozen=True):
     """Download the node's programs, or take them from the offline bundle, and verify them."""
 
     kind = "stage"
+    together = True
     binaries: tuple[NodeBinary, ...]
 
     def describe(self) -> str:
         return f"fetch {', '.join(each.name for each in self.binaries)}"
 
 
-class FillRoot(Step, frozen=True):
+class FillRoot(NodeStep, frozen=True):
     """Rename the unpacked root file system to `staged`, then put programs and files into it."""
 
     kind = "write"
@@ -97,7 +105,7 @@ class FillRoot(Step, frozen=True):
         return f"put {programs} and {len(self.files)} files into the root file system"
 
 
-class StopMachine(Step, frozen=True):
+class StopMachine(NodeStep, frozen=True):
     """Stop a machine, and wait until it has stopped."""
 
     kind = "change"
@@ -105,7 +113,7 @@ class StopMachine(Step, frozen=True):
     machine: str
 
 
-class PublishRoot(Step, frozen=True):
+class PublishRoot(NodeStep, frozen=True):
     """Record the node, and give the complete root file system its final name."""
 
     kind = "write"
@@ -117,7 +125,7 @@ class PublishRoot(Step, frozen=True):
         return f"make {machine_root(self.machine)} from the complete root file system"
 
 
-class GiveToken(Step, frozen=True):
+class GiveToken(NodeStep, frozen=True):
     """Give a bootstrap token to a machine that has not joined its cluster. This token replaces an earlier one."""
 
     kind = "write"
@@ -127,7 +135,7 @@ class GiveToken(Step, frozen=True):
     """The token's file, or `credential:NAME`."""
 
 
-class RemoveTree(Step, frozen=True):
+class RemoveTree(NodeStep, frozen=True):
     """Remove a root file system that is not a machine yet, or no longer is one."""
 
     kind = "remove"
@@ -135,11 +143,8 @@ class RemoveTree(Step, frozen=True):
     path: str
 
 
-class RemoveRoot(Step, frozen=True):
-    """Remove a machine's root file system.
-
-    It is renamed first: if the removal is interrupted, no machine can start from what is left.
-    """
+class RemoveRoot(NodeStep, frozen=True):
+    """Remove a machine's root file system."""
 
     kind = "remove"
     words = "remove {0.path}"
@@ -150,7 +155,7 @@ class RemoveRoot(Step, frozen=True):
         return machine_root(self.machine)
 
 
-class RemoveEmptyDirectory(Step, frozen=True):
+class RemoveEmptyDirectory(NodeStep, frozen=True):
     """Remove a directory that was made for one of the agent's files, unless others have put files there."""
 
     kind = "remove"
@@ -158,14 +163,14 @@ class RemoveEmptyDirectory(Step, frozen=True):
     path: str
 
 
-class RemoveDriverRoots(Step, frozen=True):
+class RemoveDriverRoots(NodeStep, frozen=True):
     """Remove all staged drivers, which no machine needs any longer."""
 
     kind = "remove"
     words = "remove the staged drivers"
 
 
-class EnableUnit(Step, frozen=True):
+class EnableUnit(NodeStep, frozen=True):
     """Let the host start a unit at each boot, even without the agent."""
 
     kind = "change"
@@ -173,13 +178,13 @@ class EnableUnit(Step, frozen=True):
     unit: str
 
 
-class DisableUnit(Step, frozen=True):
+class DisableUnit(NodeStep, frozen=True):
     kind = "change"
     words = "disable {0.unit}"
     unit: str
 
 
-class ForgetNode(Step, frozen=True):
+class ForgetNode(NodeStep, frozen=True):
     """Remove the agent's state of a machine. The record of the node is removed last."""
 
     kind = "remove"
@@ -187,13 +192,13 @@ class ForgetNode(Step, frozen=True):
     machine: str
 
 
-class RestoreHost(Step, frozen=True):
+class RestoreHost(NodeStep, frozen=True):
     kind = "change"
     words = "restore the host's settings"
     found: HostState
 
 
-class RemoveLeftover(Step, frozen=True):
+class RemoveLeftover(NodeStep, frozen=True):
     """Remove what pods' networking left in the host's network."""
 
     kind = "remove"
@@ -203,33 +208,11 @@ class RemoveLeftover(Step, frozen=True):
         return f"remove {self.leftover.describe()}"
 
 
-class ForgetHost(Step, frozen=True):
+class ForgetHost(NodeStep, frozen=True):
     """Remove the cache of fetched programs, then the record of the host as it was found."""
 
     kind = "remove"
     words = "remove the fetched programs and the record of the host as it was found"
-
-
-Action: TypeAlias = (
-    RecordHost
-    | ChangeHost
-    | StageRoot
-    | FetchBinaries
-    | FillRoot
-    | StopMachine
-    | GiveToken
-    | PublishRoot
-    | RemoveTree
-    | RemoveRoot
-    | RemoveDriverRoots
-    | RemoveEmptyDirectory
-    | EnableUnit
-    | DisableUnit
-    | ForgetNode
-    | RestoreHost
-    | RemoveLeftover
-    | ForgetHost
-)
 
 
 def boot_units(machine: str) -> tuple[str, str]:
@@ -237,9 +220,7 @@ def boot_units(machine: str) -> tuple[str, str]:
     return machine_unit(machine), "machines.target"
 
 
-# Observes what `up` and `reset` act on: root file systems, records and units.
-#
-# Opens no file in a root file system.
+# Observes what `up` and `reset` act on: root file systems, records and units. Opens no file in a root file system.
 
 
 HOST_RECORD = Durable(AsFound)
@@ -273,14 +254,34 @@ class NodeFacts(Struct, frozen=True):
 
 def observe_node(machine: str, system: System) -> NodeFacts:
     """Return the facts of one machine. Raises OSError, for example if MACHINE_ROOTS cannot be listed."""
+    path, prefix, born = machine_root(machine), staged_prefix(machine), 0
+    root: Seen[int]
+    found = read_seen(system.owner, path)
+    if isinstance(found, Absent | Broken | Unseen):
+        root = found
+    elif stat.S_ISDIR(found[0]):
+        root = system.link_inode(path) or Absent(f"{path} does not exist")
+    else:
+        root = Broken(f"{path} is not a directory")
+    with suppress(OSError):
+        born = system.birth(path)
+    try:
+        paths = [f"{MACHINE_ROOTS}/{name}" for name in system.entries(MACHINE_ROOTS)]
+    except FileNotFoundError:
+        paths = []
+    # If a path contains a dot after the prefix, the path belongs to another machine: one whose name begins with this
+    # machine's name and `.unbounded-agent-`.
+    staged = (
+        each for each in paths if each.startswith(prefix) and "." not in each.removeprefix(prefix).removesuffix(PARTIAL)
+    )
     return NodeFacts(
         machine=machine,
-        root=_root(machine, system),
+        root=root,
         record=NODE_RECORDS.read(record_paths(machine), system),
-        staged=_staged(machine, system),
+        staged=tuple(staged),
         enabled={unit: is_enabled(unit, system) for unit in boot_units(machine)},
         joined=observe_joined(machine, system),
-        born=_born(machine, system),
+        born=born,
         has_token=system.exists(token_file(machine)),
     )
 
@@ -302,44 +303,17 @@ def made_nodes(system: System) -> tuple[str, ...]:
     return tuple(sorted(base.removesuffix(".") for base in bases))
 
 
-def _root(machine: str, system: System) -> Seen[int]:
-    path = machine_root(machine)
-    found = read_seen(system.owner, path)
-    if isinstance(found, Absent | Broken | Unseen):
-        return found
-    if not stat.S_ISDIR(found[0]):
-        return Broken(f"{path} is not a directory")
-    inode = system.link_inode(path)
-    return Absent(f"{path} does not exist") if inode is None else inode
+class HostFacts(Struct, frozen=True):
+    """What `up` and `reset` need to know of the host."""
 
-
-def _born(machine: str, system: System) -> int:
-    try:
-        return system.birth(machine_root(machine))
-    except OSError:
-        return 0
-
-
-def _staged(machine: str, system: System) -> tuple[str, ...]:
-    prefix = staged_prefix(machine)
-    try:
-        names = system.entries(MACHINE_ROOTS)
-    except FileNotFoundError:
-        return ()
-    paths = (path for name in names if (path := f"{MACHINE_ROOTS}/{name}").startswith(prefix))
-    # If a path contains a dot after the prefix, the path belongs to another machine: one whose name begins with this
-    # machine's name and `.unbounded-agent-`.
-    return tuple(path for path in paths if "." not in path.removeprefix(prefix).removesuffix(PARTIAL))
-
-
-# Compares the host's settings with those that it had before its first node. Pure.
-
-
-def needs_restoring(found: HostState, now: HostState) -> bool:
-    """Return whether there is something to restore: a difference, or a module or directory that `up` may have added."""
-    modules = any(now.modules.get(module) for module, loaded in found.modules.items() if not loaded)
-    directories = not {*found.absent_directories} <= {*now.absent_directories}
-    return modules or directories or bool(since_found(found, now))
+    state: HostState
+    units: Mapping[str, bool]
+    """Whether each unit that `up` enables is enabled, by the unit's name. The machines' own units are left out."""
+    network: Network
+    found: Seen[AsFound]
+    """The record of the host as it was found before its first node."""
+    others: tuple[str, ...]
+    """Machines that have a record. For `reset`, the machine that it removes is left out."""
 
 
 def since_found(found: HostState, now: HostState) -> tuple[str, ...]:
@@ -362,39 +336,6 @@ def since_found(found: HostState, now: HostState) -> tuple[str, ...]:
     return tuple(differences)
 
 
-class HostFacts(Struct, frozen=True):
-    """What `up` and `reset` need to know of the host."""
-
-    state: HostState
-    units: Mapping[str, bool]
-    """Whether each unit that `up` enables is enabled, by the unit's name. The machines' own units are left out."""
-    network: Network
-    found: Seen[AsFound]
-    """The record of the host as it was found before its first node."""
-    others: tuple[str, ...]
-    """Machines that have a record. For `reset`, the machine that it removes is left out."""
-
-
-class RootGoal(Struct, frozen=True):
-    """What a root file system is made from."""
-
-    image: NodeImage
-    binaries: tuple[NodeBinary, ...]
-    files: tuple[NodeFile, ...]
-    record: NodeRecord
-    token: str = ""
-    """Where the bootstrap token is; empty if the node joins without one."""
-
-
-class RootSteps(Struct, frozen=True):
-    """The steps that make a root file system."""
-
-    first: tuple[Action, ...]
-    parallel: tuple[Action, ...]
-    """Steps that do not depend on each other."""
-    last: tuple[Action, ...]
-
-
 def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Check:
     """Return whether the root file system must be made. If `up` must not touch what is there, return a Check."""
     path, again = machine_root(facts.machine), f"run `unbounded-agent up --rebuild {facts.machine}`"
@@ -404,9 +345,8 @@ def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Check:
     if isinstance(inode, Absent):
         return True
     if isinstance(record, Absent):
-        return Check(
-            "root", f"{path} exists, and `up` did not make it", "move it to another place, or use another name"
-        )
+        move = "move it to another place, or use another name"
+        return Check("root", f"{path} exists, and `up` did not make it", move)
     if rebuild:
         return True
     if isinstance(record, Broken | Unseen):
@@ -416,122 +356,129 @@ def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Check:
     return False
 
 
-def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool) -> tuple[Action, ...] | Check:
+def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool) -> tuple[NodeStep, ...]:
     """Return the steps that make or extend the record of the host as it was found, and then change the host.
 
-    `changes` says whether the host differs from the goal. If it does not, there is no step that changes the host. If
-    the record is damaged, or is missing although a node was made, this returns a Check: such a record is never
-    replaced.
+    `changes` says whether the host differs from the goal. If it does not, there is no step that changes the host.
+    Raises AgentError if the record is damaged, or is missing although a node was made: it is never replaced then.
     """
-    steps: list[Action] = []
+    steps: list[NodeStep] = []
     match facts.found:
         case AsFound() as found:
             recorded = found.extended(facts.state, facts.units)
-            # `!=` ignores modules, so compare them separately.
-            more = recorded != found or recorded.host.modules != found.host.modules
-            steps += [RecordHost(recorded)] if more else []
+            steps += [RecordHost(recorded)] if recorded != found else []
         case Absent() if not facts.others:
             steps.append(RecordHost(AsFound(facts.state, facts.units, facts.network, now)))
         case Absent():
-            return _unknown_host(f"{AS_FOUND[0]} is missing, although there are nodes: {', '.join(facts.others)}")
+            raise _unknown_host(f"{AS_FOUND[0]} is missing, although there are nodes: {', '.join(facts.others)}")
         case Broken(why) | Unseen(why):
-            return _unknown_host(why)
+            raise _unknown_host(why)
     return (*steps, *([ChangeHost(goal, facts.state)] if changes else []))
 
 
-def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
-    """Return the steps that make a root file system. An old one stays in use until the new one is complete."""
-    unpacked, staged = staged_root(facts.machine, goal.image.digest), staged_root(facts.machine, _digest(goal))
+def plan_root(
+    facts: NodeFacts,
+    record: NodeRecord,
+    binaries: tuple[NodeBinary, ...],
+    files: tuple[NodeFile, ...],
+    settings: ImageSettings,
+    token: str = "",
+) -> tuple[NodeStep, ...]:
+    """Return the steps that make a root file system. An old one stays in use until the new one is complete.
+
+    `token` says where the bootstrap token is; it is empty if the node joins without one.
+    """
+    machine, image = facts.machine, record.image
+    # A root file system that an interrupted attempt has begun to fill is used only if this digest is the same. All
+    # files are written again, so only their paths are in it.
+    parts = (image.digest, [(each.path, each.sha256) for each in binaries], [each.path for each in files])
+    unpacked, staged = staged_root(machine, image.digest), staged_root(machine, sha256(repr(parts).encode()))
     # `unpacked` has only the image's files. FillRoot renames it to `staged`, then adds programs and files. If an
     # interrupted attempt left one of the two, continue with it.
     usable = staged if staged in facts.staged else unpacked
-    stale = tuple(RemoveTree(path) for path in facts.staged if path != usable)
-    fetch: list[Action] = [] if usable in facts.staged else [StageRoot(goal.image, unpacked)]
-    fetch += [FetchBinaries(goal.binaries)] if goal.binaries else []
-    last: list[Action] = [FillRoot(unpacked, staged, goal.binaries, goal.files)]
+    steps: list[NodeStep] = [RemoveTree(path) for path in facts.staged if path != usable]
+    steps += [] if usable in facts.staged else [StageRoot(settings, image, unpacked)]
+    steps += [FetchBinaries(binaries)] if binaries else []
+    steps.append(FillRoot(unpacked, staged, binaries, files))
     if not isinstance(facts.root, Absent):
-        last += [StopMachine(facts.machine), RemoveRoot(facts.machine)]
+        steps += [StopMachine(machine), RemoveRoot(machine)]
     # Give the token before the root file system gets its final name: with that name, the node exists and needs a token.
-    last += [GiveToken(facts.machine, goal.token)] if goal.token else []
-    return RootSteps(stale, tuple(fetch), (*last, PublishRoot(facts.machine, staged, goal.record)))
+    steps += [GiveToken(machine, token)] if token else []
+    return (*steps, PublishRoot(machine, staged, record))
 
 
-def _digest(goal: RootGoal) -> str:
-    """Return a digest of the image, of the programs, and of the paths of the files in a root file system.
+def plan_all(host: Sequence[NodeStep], roots: Iterable[NodeStep]) -> tuple[NodeStep, ...]:
+    """Return the steps of `plan_host` and of all root file systems in the order of `up`.
 
-    If an attempt was interrupted while it filled a root file system, a later attempt continues with that root file
-    system only if this digest is the same. The later attempt writes all files again, so the files' contents need not be
-    the same, and are not in the digest.
+    The host is recorded first. Its settings change while the first image is pulled; if none is, last.
     """
-    programs = [(each.path, each.sha256) for each in goal.binaries]
-    contents = (goal.image.digest, programs, [each.path for each in goal.files])
-    return sha256(repr(contents).encode())
+    first, change = [each for each in host if not each.together], [each for each in host if each.together]
+    steps = [*roots]
+    place = next((index for index, each in enumerate(steps) if isinstance(each, FillRoot)), len(steps))
+    return (*first, *steps[:place], *change, *steps[place:])
 
 
-def plan_boot(facts: NodeFacts) -> tuple[Action, ...]:
+def plan_boot(facts: NodeFacts) -> tuple[NodeStep, ...]:
     """Return the steps that let the machine start with the host, even without the agent."""
     return tuple(EnableUnit(unit) for unit, enabled in facts.enabled.items() if not enabled)
 
 
-def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] | Check:
+def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[NodeStep, ...]:
     """Return the first steps of `reset`, which stop the machine and remove its root file system.
 
-    Returns a Check if `reset` must not remove what is there.
+    Raises AgentError if `reset` must not remove what is there.
     """
-    path, absent = machine_root(facts.machine), isinstance(facts.root, Absent)
-    for kind, fact in (("record", facts.record), ("root", facts.root)):
+    path, absent, record = machine_root(facts.machine), isinstance(facts.root, Absent), facts.record
+    again = "then run `unbounded-agent reset` again"
+    for fact in (record, facts.root):
         if isinstance(fact, Unseen):
-            return Check(kind, fact.why, "correct this, then run `unbounded-agent reset` again")
-    if isinstance(facts.record, Broken) and not absent:
-        advice = f"restore {node_record(facts.machine)} from a backup, or stop the machine and remove {path} yourself"
-        again = f"{advice}; then run `unbounded-agent reset` again"
-        return Check("record", f"it is unknown what `up` made: {facts.record.why}", again)
-    if isinstance(facts.record, Absent) and not absent:
-        return Check("root", f"`up` did not make {path}", "stop the machine and remove the directory yourself")
-    if isinstance(facts.record, NodeRecord) and not absent and not facts.record.is_of(facts.root, facts.born):
-        advice = "move it to another place, then run `unbounded-agent reset` again"
-        return Check("root", f"{path} was replaced since `up` made it", advice)
-    steps: list[Action] = []
-    unit = machine_unit(facts.machine)
+            raise AgentError(fact.why, f"correct this, {again}")
+    match record:
+        case Broken(why) if not absent:
+            restore = f"restore {node_record(facts.machine)} from a backup"
+            remove = f"{restore}, or stop the machine and remove {path} yourself; {again}"
+            raise AgentError(f"it is unknown what `up` made: {why}", remove)
+        case Absent() if not absent:
+            raise AgentError(f"`up` did not make {path}", "stop the machine and remove the directory yourself")
+        case NodeRecord() if not absent and not record.is_of(facts.root, facts.born):
+            raise AgentError(f"{path} was replaced since `up` made it", f"move it to another place, {again}")
+        case _:
+            pass
+    unit, steps = machine_unit(facts.machine), list[NodeStep]()
     # Even a damaged record proves that `up` made the machine. If the record is damaged, the root file system is absent
     # (checked above), so nothing else in the record is needed.
-    made_by_up = not isinstance(facts.record, Absent)
-    if facts.enabled.get(unit) and made_by_up:
-        steps.append(DisableUnit(unit))
-    if made_by_up and unit_state not in ("inactive", "failed") and not isinstance(unit_state, Absent):
-        steps.append(StopMachine(facts.machine))
-    if not absent:
-        steps.append(RemoveRoot(facts.machine))
+    if not isinstance(record, Absent):
+        steps += [DisableUnit(unit)] if facts.enabled.get(unit) else []
+        running = unit_state not in ("inactive", "failed") and not isinstance(unit_state, Absent)
+        steps += [StopMachine(facts.machine)] if running else []
+    steps += [] if absent else [RemoveRoot(facts.machine)]
     return (*steps, *(RemoveTree(path) for path in facts.staged))
 
 
-def plan_tidying(machine: str, exists: Callable[[str], bool]) -> tuple[Action, ...]:
-    """Return the steps that remove the directory in which the agent's drop-in for the machine's unit was."""
-    directory = posixpath.dirname(unit_drop_in(machine))
-    return (RemoveEmptyDirectory(directory),) if exists(directory) else ()
-
-
-def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[Action, ...] | Check:
+def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[NodeStep, ...]:
     """Return the steps of `reset` that restore the host.
 
     There are none while another node needs the host's settings, or if there is no record of the former settings.
-    Returns a Check if the record of the host's former settings is damaged or cannot be read.
+    Raises AgentError if the record of the host's former settings is damaged or cannot be read.
     """
     if facts.others or isinstance(facts.found, Absent):
         return ()
     if isinstance(facts.found, Broken | Unseen):
-        return _unknown_host(facts.found.why)
-    found = facts.found
+        raise _unknown_host(facts.found.why)
+    found, before, now = facts.found, facts.found.host, facts.state
     units = [DisableUnit(unit) for unit, on in facts.units.items() if on and found.units.get(unit) is False]
-    settings = [RestoreHost(found.host)] if needs_restoring(found.host, facts.state) else []
+    # Besides differences, `up` may have loaded modules and made directories.
+    loaded = any(now.modules.get(module) for module, loaded in before.modules.items() if not loaded)
+    made = not {*before.absent_directories} <= {*now.absent_directories}
+    settings = [RestoreHost(before)] if loaded or made or since_found(before, now) else []
     return (*units, *settings, *(RemoveLeftover(each) for each in left.remove))
 
 
-def plan_forgetting(machine: str, facts: HostFacts) -> tuple[Action, ...]:
+def plan_forgetting(machine: str, facts: HostFacts) -> tuple[NodeStep, ...]:
     """Return the last steps of `reset`, which remove the records. Until they have run, `reset` can be repeated."""
     return (ForgetNode(machine), *((ForgetHost(),) if not facts.others and not isinstance(facts.found, Absent) else ()))
 
 
-def _unknown_host(why: str) -> Check:
+def _unknown_host(why: str) -> AgentError:
     advice = f"restore {AS_FOUND[0]} from a backup; without it, the host's original settings are unknown"
-    return Check("record", f"it is unknown how the host was before its first node: {why}", advice)
+    return AgentError(f"it is unknown how the host was before its first node: {why}", advice)

@@ -6,17 +6,17 @@ from contextlib import suppress
 from functools import partial
 
 from msgspec import Struct, field
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from agent.config.settings import Config, NodeSettings
-from agent.host.apply.steps import given_token
+from agent.host.apply.steps import Progress, apply, given_token
 from agent.host.observe.machine import is_enabled
 from agent.host.plan.goal import Plan, plan
 from agent.host.provision import preflight
-from agent.host.provision.apply import Tools, run, run_together
+from agent.host.provision.apply import performers
 from agent.host.provision.binaries import wanted_binaries
 from agent.host.provision.host_settings import NO_SWAP, host_changes, host_goal, host_problems, observe_host
-from agent.host.provision.image import PLAIN_IMAGE, Progress, choose_image, go_architecture, inspect
+from agent.host.provision.image import PLAIN_IMAGE, choose_image, go_architecture, inspect
 from agent.host.provision.network import observe_network
 from agent.host.provision.node_files import (
     OF_REGISTRATION,
@@ -31,35 +31,27 @@ from agent.host.provision.node_files import (
     read_token,
 )
 from agent.host.provision.plan import (
-    Action,
     GiveToken,
     HostFacts,
     NodeFacts,
-    RecordHost,
-    RootGoal,
+    NodeStep,
     boot_units,
     made_nodes,
     must_make_root,
     observe_found,
     observe_node,
+    plan_all,
     plan_boot,
     plan_host,
     plan_root,
 )
-from agent.host.provision.preflight import (
-    Asking,
-    check_dns,
-    check_former_nodes,
-    check_network,
-    checked,
-    refusals,
-)
+from agent.host.provision.preflight import Asking, checked
 from agent.host.vendors import host_vendor
 from agent.host.verify.readiness import FROM_VENDORS, Case, conditions
 from agent.model.conditions import Status
 from agent.model.errors import AgentError, reason
 from agent.model.facts import Absent, Facts, Seen
-from agent.model.goal import Grant, Step
+from agent.model.goal import Grant
 from agent.model.node import AsFound, Check, Network, NodeImage
 from agent.model.paths import machine_root
 from agent.system.copy import refuse_mounts
@@ -105,11 +97,10 @@ def node_remark(machine: str, record: NodeRecord, config: Config, system: System
 
 
 def swap_remark(nodes: Mapping[str, NodeRecord], found: Seen[AsFound], config: Config, system: System) -> str:
-    """Return a sentence if the settings now keep swap, but an earlier `up` has turned swap off.
+    """Return a sentence if the settings now keep swap, but an earlier `up` has turned swap off; otherwise empty.
 
-    The sentence says that swap stays off, and how to turn it on. Otherwise, return an empty string. Also return an
-    empty string if a node was made with host.swap = "off": its kubelet would refuse swap, and `node_remark` says what
-    to do.
+    Also return an empty string if a node was made with host.swap = "off": its kubelet would refuse swap, and
+    `node_remark` says what to do.
     """
     files = found.host.files if isinstance(found, AsFound) else {}
     ours = NO_SWAP in files and files[NO_SWAP] is None and system.exists(NO_SWAP)
@@ -129,17 +120,17 @@ def _changed(machine: str, record: NodeRecord, config: Config) -> tuple[str, ...
 class NodeWork(Struct, frozen=True):
     """What `up` has to do for one node."""
 
-    machine: str
-    settings: NodeSettings
     facts: NodeFacts
-    make: bool
+    make: bool = False
     """Whether the root file system has to be made."""
     checks: tuple[Check, ...] = ()
-    new_token: bool = False
-    """Whether the machine has not joined its cluster, and its bootstrap token is not the configured one."""
-    image: NodeImage | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """The Node's labels for its GPUs."""
+    steps: tuple[NodeStep, ...] = ()
+    size: int = 0
+    """Bytes of the image to pull, compressed."""
+
+    @property
+    def machine(self) -> str:
+        return self.facts.machine
 
 
 class Work(Struct, frozen=True):
@@ -147,10 +138,8 @@ class Work(Struct, frozen=True):
 
     checks: tuple[Check, ...]
     """All checks, including those of the nodes."""
-    record: tuple[Action, ...]
-    """Steps that record the host as it was found, before anything changes."""
-    host: tuple[Action, ...]
-    """Steps that change the host's settings."""
+    steps: tuple[NodeStep, ...]
+    """What has to be done before machines start. Incomplete if a check failed."""
     nodes: tuple[NodeWork, ...]
     remarks: tuple[str, ...]
     """What the user should know about nodes that exist already, and about the host."""
@@ -161,9 +150,8 @@ class Work(Struct, frozen=True):
 
     @property
     def finished(self) -> bool:
-        """Whether nothing has to be made or changed, apart from bootstrap tokens."""
-        made = all(not node.make and all(node.facts.enabled.values()) for node in self.nodes)
-        return made and not self.record and not self.host
+        """Whether nothing has to be made or changed."""
+        return not self.steps and all(all(node.facts.enabled.values()) for node in self.nodes)
 
 
 class Provisioner(Struct, frozen=True):
@@ -181,18 +169,14 @@ class Provisioner(Struct, frozen=True):
         """Observe the nodes, run all checks, and return what has to be done. Changes nothing."""
         facts = as_if_made(names, facts)
         planned = plan(self.config, facts)
-        nodes = tuple(self._node(name, facts, planned) for name in names)
+        nodes = tuple(self._node(observe_node(name, self.system), facts, planned) for name in names)
         makes_root = any(node.make for node in nodes)
         checks = preflight.check_host(facts, self.system, makes_root=makes_root)
-        checks += refusals(self.config)
-        size = sum(node.image.size for node in nodes if node.image)
+        checks += preflight.refusals(self.config)
         if makes_root:
-            checks.append(_disk_check(size, nodes, self.system))
-        host, steps, problems = self._host(names, partial(observe_network, self.network, self.system))
-        checks += problems
-        record = tuple(each for each in steps if isinstance(each, RecordHost))
-        change = tuple(each for each in steps if each not in record)
-        checks += [check for node in nodes for check in node.checks]
+            checks.append(self._disk_check(nodes))
+        host, steps, problems = self._host(names, lambda: observe_network(self.network, self.system))
+        checks += [*problems, *(check for node in nodes for check in node.checks)]
         made = {
             node.machine: node.facts.record
             for node in nodes
@@ -200,15 +184,12 @@ class Provisioner(Struct, frozen=True):
         }
         remarks = [node_remark(*each, self.config, self.system) for each in made.items()]
         remarks.append(swap_remark(made, host.found, self.config, self.system))
-        return Work(tuple(checks), record, change, nodes, tuple(filter(None, remarks)))
-
-    def run(self, steps: tuple[Action, ...]) -> None:
-        """Run steps that need no image. Raises AgentError for the first that fails."""
-        run(steps, self._tools(None), self.progress)
+        steps = plan_all(steps, [step for node in nodes for step in node.steps])
+        return Work(tuple(checks), steps, nodes, tuple(filter(None, remarks)))
 
     def preview(
         self, names: tuple[str, ...], planned: Plan
-    ) -> tuple[tuple[Step, ...], tuple[Step, ...], dict[str, str]]:
+    ) -> tuple[tuple[NodeStep, ...], tuple[NodeStep, ...], dict[str, str]]:
         """Return the steps that `up` would carry out before and after it starts machines. Changes nothing.
 
         `planned` is the plan as if all machines had root file systems. The last result says, by machine, why some steps
@@ -216,7 +197,7 @@ class Provisioner(Struct, frozen=True):
         """
         unknown: dict[str, str] = {}
 
-        def known(observe: Callable[[], tuple[Step, ...]], *names: str) -> tuple[Step, ...]:
+        def known(observe: Callable[[], tuple[NodeStep, ...]], *names: str) -> tuple[NodeStep, ...]:
             try:
                 return observe()
             except AgentError as error:
@@ -225,132 +206,125 @@ class Provisioner(Struct, frozen=True):
                 unknown.update(dict.fromkeys(names, reason(error, "")))
             return ()
 
-        before, after = known(partial(self._preview_host, names), *names), dict[Step, None]()
+        def of_host() -> tuple[NodeStep, ...]:
+            _, steps, problems = self._host(names, Network)
+            for each in problems:
+                raise AgentError(each.message, each.advice)
+            return steps
+
+        host, roots, after = known(of_host, *names), list[NodeStep](), dict[NodeStep, None]()
         for name in names:
-            before += known(partial(self._preview_root, name, planned), name)
+            roots += known(partial(self._preview_root, name, planned), name)
             after |= dict.fromkeys(known(partial(self._boot_steps, name), name))
-        return before, tuple(after), unknown
+        return plan_all(host, roots), tuple(after), unknown
 
-    def _preview_host(self, names: tuple[str, ...]) -> tuple[Step, ...]:
-        _, steps, problems = self._host(names, Network)
-        for each in problems:
-            raise AgentError(each.message, each.advice)
-        return steps
-
-    def _preview_root(self, name: str, planned: Plan) -> tuple[Step, ...]:
-        found = observe_node(name, self.system)
+    def _preview_root(self, name: str, planned: Plan) -> tuple[NodeStep, ...]:
+        found, settings = observe_node(name, self.system), self._settings(name)
         make = must_make_root(found)
-        settings = self.config.machines[name].node
-        assert settings, "the caller chose machines with nodes"
         if isinstance(make, Check):
             raise AgentError(make.message, make.advice)
         if not make:
-            token = settings.bootstrap_token if found.unjoined else ""
-            stale = token and given_token(name, self.system) != read_token(token, self.system)
-            return (GiveToken(name, token),) if stale else ()
+            return self._token_steps(found) if found.unjoined and settings.bootstrap_token else ()
         if found.staged:
             raise AgentError(f"`up` uses or removes what an interrupted attempt left: {', '.join(found.staged)}")
-        image_name = choose_image(settings.image, _needs_vendor_image(name, planned))
-        image = NodeImage(image_name, "", go_architecture(self.system), 0)
-        first, parallel, last = astuple(plan_root(self._root_goal(name, settings, image, {}), found))
-        return (*first, *parallel, *last)
+        image = NodeImage(self._image_name(name, planned), "", go_architecture(self.system), 0)
+        return self._root_steps(found, image, {})
 
-    def make_root(self, node: NodeWork, host: tuple[Action, ...]) -> None:
-        """Make a node's root file system, and at the same time run the steps `host`. Raises AgentError."""
-        assert node.image, "the checks passed"
-        steps = plan_root(self._root_goal(node.machine, node.settings, node.image, node.labels), node.facts)
-        tools = self._tools(node.settings)
-        run(steps.first, tools, self.progress)
-        run_together((*steps.parallel, *host), tools, self.progress)
-        run(steps.last, tools, self.progress)
-
-    def _root_goal(self, machine: str, settings: NodeSettings, image: NodeImage, labels: Mapping[str, str]) -> RootGoal:
-        inputs = replace(node_inputs(machine, self.config, self.system), labels=labels)
-        files = node_files(machine, settings, inputs)
-        binaries = wanted_binaries(settings, image.architecture)
-        record = make_record(settings, inputs, image, binaries, files)
-        return RootGoal(image, binaries, files, record, settings.bootstrap_token)
-
-    def replace_token(self, node: NodeWork) -> None:
-        """Give the configured token to a node that has not joined and still has another token. Raises AgentError."""
-        if node.new_token:
-            self.run((GiveToken(node.machine, node.settings.bootstrap_token),))
-
-    def late(self, work: Work) -> tuple[Check, ...]:
-        """Repeat the checks of API servers that did not answer. Return those of servers that still do not answer."""
-        waiting = {check.machine for check in work.failed if check.late}
-        nodes = [node for node in work.nodes if node.machine in waiting]
-        return tuple(check for node in nodes for check in self._server_checks(node) if check.late)
+    def run(self, steps: tuple[NodeStep, ...]) -> None:
+        """Perform steps. Raises AgentError for the first that fails."""
+        apply(steps, self.system, self.progress, performers(self.network))
 
     def enable(self, machine: str) -> None:
         """Let the machine start at each boot of the host. Raises AgentError."""
         self.run(self._boot_steps(machine))
 
-    def _boot_steps(self, machine: str) -> tuple[Action, ...]:
+    def _boot_steps(self, machine: str) -> tuple[NodeStep, ...]:
         return plan_boot(observe_node(machine, self.system))
 
-    def _node(self, name: str, facts: Facts, planned: Plan) -> NodeWork:
-        settings = self.config.machines[name].node
-        assert settings, "the caller chose machines with nodes"
-        found = observe_node(name, self.system)
+    def late(self, work: Work) -> tuple[Check, ...]:
+        """Repeat the checks of API servers that did not answer. Return those of servers that still do not answer."""
+        waiting = {check.machine for check in work.failed if check.late}
+        names = [node.machine for node in work.nodes if node.machine in waiting]
+        return tuple(check for name in names for check in self._server_checks(name) if check.late)
+
+    def _node(self, found: NodeFacts, facts: Facts, planned: Plan) -> NodeWork:
+        name, settings = found.machine, self._settings(found.machine)
         make = must_make_root(found, rebuild=name in self.rebuild)
         if isinstance(make, Check):
-            return NodeWork(name, settings, found, False, (replace(make, machine=name),))
-        work = NodeWork(name, settings, found, make)
+            return NodeWork(found, checks=(replace(make, machine=name),))
         if make:
-            return self._with_checks(work, facts, planned)
-        if found.unjoined and settings.bootstrap_token:
-            return self._with_token_checks(work)
-        return work
+            return self._new_node(found, facts, planned)
+        if not (found.unjoined and settings.bootstrap_token):
+            return NodeWork(found)
+        # A node that was made but has not joined.
+        checks = tuple(self._server_checks(name))
+        failed = any(check.required and not check.passed for check in checks)
+        return NodeWork(found, checks=checks, steps=() if failed else self._token_steps(found))
 
-    def _with_checks(self, work: NodeWork, facts: Facts, planned: Plan) -> NodeWork:
+    def _new_node(self, found: NodeFacts, facts: Facts, planned: Plan) -> NodeWork:
         """Run the checks for a node whose root file system has to be made."""
-        settings, name = work.settings, work.machine
-        image_name = choose_image(settings.image, _needs_vendor_image(name, planned))
-        image: list[NodeImage] = []
+        name, settings, images = found.machine, self._settings(found.machine), list[NodeImage]()
+        machine, steps, grants = self.config.machines[name], list[NodeStep](), _grants(name, planned)
+        labels = gpu_labels(grants, facts, self.system) if settings.kubelet.gpu_labels else {}
 
         def inspected() -> str:
-            image.append(inspect(settings.image, image_name, self.system))
-            return f"{image[0].name} ({image[0].architecture})"
+            images.append(inspect(settings.image, self._image_name(name, planned), self.system))
+            return f"{images[0].name} ({images[0].architecture})"
 
-        checks = [checked("image", inspected, name), *_driver_checks(name, self.config, facts, planned)]
-        if not isinstance(work.facts.root, Absent):
-            checks.append(checked("root", lambda: self._replaceable(name), name))
-        checks += self._server_checks(work)
-        checks += check_former_nodes(name, self.config, self.system)
-        checks += check_network(name, self.config.machines[name], self.system)
-        checks += check_dns(name, self.config.machines[name], facts, self.system)
+        def replaceable() -> str:
+            refuse_mounts(machine_root(name), self.system)
+            return f"{machine_root(name)} can be replaced"
 
         def complete() -> str:
-            inputs = node_inputs(name, self.config, self.system)
-            node_files(name, settings, inputs)
-            return f"the node is {inputs.name}"
+            if images:
+                steps.extend(self._root_steps(found, images[0], labels))
+            else:
+                node_files(name, settings, node_inputs(name, self.config, self.system))
+            return f"the node is {node_names(self.config, self.system)[name]}"
 
+        checks = [checked("image", inspected, name), *_driver_checks(name, self.config, facts, planned)]
+        if not isinstance(found.root, Absent):
+            checks.append(checked("root", replaceable, name))
+        checks += self._server_checks(name)
+        checks += preflight.check_former_nodes(name, self.config, self.system)
+        checks += preflight.check_network(name, machine, self.system)
+        checks += preflight.check_dns(name, machine, facts, self.system)
         checks.append(checked("node", complete, name))
-        if image and (binaries := wanted_binaries(settings, image[0].architecture)):
+        if images and (binaries := wanted_binaries(settings, images[0].architecture)):
             checks.append(checked("binaries", lambda: preflight.check_binaries(binaries, self.system), name))
-        labels = gpu_labels(_grants(name, planned), facts, self.system) if settings.kubelet.gpu_labels else {}
-        return replace(work, checks=tuple(checks), image=image[0] if image else None, labels=labels)
+        return NodeWork(found, True, tuple(checks), tuple(steps), sum(image.size for image in images))
 
-    def _replaceable(self, name: str) -> str:
-        refuse_mounts(machine_root(name), self.system)
-        return f"{machine_root(name)} can be replaced"
+    def _settings(self, machine: str) -> NodeSettings:
+        settings = self.config.machines[machine].node
+        assert settings, "the caller chose machines with nodes"
+        return settings
 
-    def _with_token_checks(self, work: NodeWork) -> NodeWork:
-        """Run the checks for a node that was made but has not joined, and find out whether it needs a new token."""
-        checks = tuple(self._server_checks(work))
-        if any(check.required and not check.passed for check in checks):
-            return replace(work, checks=checks)
-        wanted = read_token(work.settings.bootstrap_token, self.system)
-        return replace(work, checks=checks, new_token=given_token(work.machine, self.system) != wanted)
+    def _image_name(self, machine: str, planned: Plan) -> str:
+        grants = _grants(machine, planned)
+        of_vendor = any(host_vendor(grant.vendor).image != PLAIN_IMAGE for grant in grants if grant.gpus)
+        return choose_image(self._settings(machine).image, of_vendor)
 
-    def _server_checks(self, work: NodeWork) -> list[Check]:
-        checks = preflight.check_server(work.settings, self.system, self.ask)
-        return [replace(check, machine=work.machine) for check in checks]
+    def _root_steps(self, found: NodeFacts, image: NodeImage, labels: Mapping[str, str]) -> tuple[NodeStep, ...]:
+        """Return the steps that make a root file system from an image. Raises AgentError or OSError."""
+        settings, inputs = self._settings(found.machine), node_inputs(found.machine, self.config, self.system)
+        inputs = replace(inputs, labels=labels)
+        files, binaries = node_files(found.machine, settings, inputs), wanted_binaries(settings, image.architecture)
+        record = make_record(settings, inputs, image, binaries, files)
+        return plan_root(found, record, binaries, files, settings.image, settings.bootstrap_token)
+
+    def _token_steps(self, found: NodeFacts) -> tuple[NodeStep, ...]:
+        """Return the step for a machine that has not joined, and whose bootstrap token is not the configured one."""
+        where = self._settings(found.machine).bootstrap_token
+        stale = given_token(found.machine, self.system) != read_token(where, self.system)
+        return (GiveToken(found.machine, where),) if stale else ()
+
+    def _server_checks(self, machine: str) -> list[Check]:
+        checks = preflight.check_server(self._settings(machine), self.system, self.ask)
+        return [replace(check, machine=machine) for check in checks]
 
     def _host(
         self, names: tuple[str, ...], network: Callable[[], Network]
-    ) -> tuple[HostFacts, tuple[Action, ...], list[Check]]:
+    ) -> tuple[HostFacts, tuple[NodeStep, ...], list[Check]]:
         """Return facts of the host, the steps that change its settings, and what keeps `up` from changing them."""
         goal, found = host_goal(self.config), observe_found(self.system)
         # Leave out the first unit, which is the machine's own: NodeFacts has it.
@@ -364,27 +338,25 @@ class Provisioner(Struct, frozen=True):
             found=found,
             others=made_nodes(self.system),
         )
-        steps = plan_host(goal, facts, time.time(), changes=bool(host_changes(goal, facts.state)))
-        problems = [*host_problems(goal, facts.state)]
-        return (facts, (), [*problems, steps]) if isinstance(steps, Check) else (facts, steps, problems)
+        problems, steps = [*host_problems(goal, facts.state)], tuple[NodeStep, ...]()
+        try:
+            steps = plan_host(goal, facts, time.time(), changes=bool(host_changes(goal, facts.state)))
+        except AgentError as error:
+            problems.append(Check("record", error.message, error.hint))
+        return facts, steps, problems
 
-    def _tools(self, settings: NodeSettings | None) -> Tools:
-        return Tools(self.system, self.network, settings.image if settings else None)
+    def _disk_check(self, nodes: tuple[NodeWork, ...]) -> Check:
+        """Check the free space for images.
 
-
-def _disk_check(size: int, nodes: tuple[NodeWork, ...], system: System) -> Check:
-    """Check the free space for images.
-
-    If an interrupted attempt left something, a failed check is not a required one: `up` first uses or removes what is
-    left, so the space may be enough. The space is checked again before an image is pulled.
-    """
-    check = checked("disk", lambda: preflight.check_disk(size, system))
-    left = [path for node in nodes if node.make for path in node.facts.staged]
-    if check.passed or not left:
-        return check
-    first = f"`up` first uses or removes what an interrupted attempt left ({', '.join(left)}), which may be enough"
-    advice = f"{first}; if it is not, {check.advice}"
-    return replace(check, advice=advice, required=False)
+        If an interrupted attempt left something, a failed check is not a required one: `up` first uses or removes what
+        is left, so the space may be enough. The space is checked again before an image is pulled.
+        """
+        check = checked("disk", lambda: preflight.check_disk(sum(node.size for node in nodes), self.system))
+        left = [path for node in nodes if node.make for path in node.facts.staged]
+        if check.passed or not left:
+            return check
+        first = f"`up` first uses or removes what an interrupted attempt left ({', '.join(left)}), which may be enough"
+        return replace(check, advice=f"{first}; if it is not, {check.advice}", required=False)
 
 
 def as_if_made(names: tuple[str, ...], facts: Facts) -> Facts:
@@ -396,10 +368,6 @@ def as_if_made(names: tuple[str, ...], facts: Facts) -> Facts:
     return replace(facts, machines=tuple(machines))
 
 
-def _needs_vendor_image(machine: str, planned: Plan) -> bool:
-    return any(host_vendor(grant.vendor).image != PLAIN_IMAGE for grant in _grants(machine, planned) if grant.gpus)
-
-
 def _grants(machine: str, planned: Plan) -> list[Grant]:
     return [grant for goal in planned.goal.machines if goal.name == machine for grant in goal.grants]
 
@@ -409,14 +377,12 @@ def _driver_checks(machine: str, config: Config, facts: Facts, planned: Plan) ->
 
     None of these checks is required, because the node joins in spite of such problems.
     """
-    silent = replace(
-        next(each for each in facts.machines if each.name == machine), report=Absent("the machine is not made yet")
-    )
-    goals = [goal for goal in planned.goal.machines if goal.name == machine]
-    cases = [Case(config.machines[machine], silent, facts, goal) for goal in goals]
+    made = next(each for each in facts.machines if each.name == machine)
+    silent = replace(made, report=Absent("the machine is not made yet"))
     return [
         Check("driver", f"{each.type}: {each.message}", "see `unbounded-agent doctor`", machine, required=False)
-        for case in cases
-        for each in conditions(case)
+        for goal in planned.goal.machines
+        if goal.name == machine
+        for each in conditions(Case(config.machines[machine], silent, facts, goal))
         if each.type in FROM_VENDORS and each.status is Status.FALSE
     ]

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 from agent.config.settings import ImageSettings
-from agent.host.provision.apply import Tools, run, run_together
+from agent.host.apply.steps import apply
+from agent.host.provision.apply import performers
 from agent.host.provision.binaries import DIRECTORY as PROGRAMS
 from agent.host.provision.image import inspect
 from agent.host.provision.node_files import NodeInputs, make_record, node_files
@@ -116,14 +117,14 @@ def up(directory: str, image: str, url: str) -> None:
         for digest, name in map(str.split, host.read_text("/programs").splitlines())
     )
     unpacked, staged = staged_root(MACHINE, found.digest), staged_root(MACHINE, "filled")
-    tools = Tools(host, HostNetwork(), settings)
-    run_together((StageRoot(found, unpacked), FetchBinaries(programs)), tools, _quiet)
     record = make_record(node_settings(), INPUTS, found, programs, files)
-    run((FillRoot(unpacked, staged, programs, files), PublishRoot(MACHINE, staged, record)), tools, _quiet)
-
-
-def _quiet(_: str) -> None:
-    pass
+    steps = (
+        StageRoot(settings, found, unpacked),
+        FetchBinaries(programs),
+        FillRoot(unpacked, staged, programs, files),
+        PublishRoot(MACHINE, staged, record),
+    )
+    apply(steps, host, performers=performers(HostNetwork()))
 
 
 if __name__ == "__main__":

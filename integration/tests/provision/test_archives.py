@@ -16,7 +16,8 @@ import json
 import sys
 from agent.config.settings import NodeSettings
 from agent.host.provision.plan import FetchBinaries, FillRoot
-from agent.host.provision.apply import Tools, run
+from agent.host.apply.steps import apply
+from agent.host.provision.apply import performers
 from agent.host.provision.binaries import wanted_binaries
 from agent.system.files import System
 from agent.system.network import HostNetwork
@@ -24,8 +25,9 @@ from agent.system.process import host_runner
 from agent.system.tool_runner import tool_runner
 
 programs = wanted_binaries(NodeSettings.validated(json.loads(sys.argv[1])), "amd64")
-tools = Tools(System(host_runner, sys.argv[2], tool_runner=tool_runner), HostNetwork())
-run((FetchBinaries(programs), FillRoot("/unpacked", "/staged", programs, ())), tools, print)
+system = System(host_runner, sys.argv[2], tool_runner=tool_runner)
+steps = (FetchBinaries(programs), FillRoot("/unpacked", "/staged", programs, ()))
+apply(steps, system, print, performers(HostNetwork()))
 """
 
 

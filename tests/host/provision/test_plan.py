@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agent.host.provision.network import Leftovers
+from agent.config.settings import ImageSettings
+from agent.host.provision.network import NO_LEFTOVERS, Leftovers
 from agent.host.provision.node_files import NodeRecord
 from agent.host.provision.plan import (
     ChangeHost,
@@ -17,16 +18,17 @@ from agent.host.provision.plan import (
     ForgetNode,
     HostFacts,
     NodeFacts,
+    NodeStep,
     PublishRoot,
     RecordHost,
     RemoveLeftover,
     RemoveRoot,
     RemoveTree,
     RestoreHost,
-    RootGoal,
     StageRoot,
     StopMachine,
     must_make_root,
+    plan_all,
     plan_boot,
     plan_forgetting,
     plan_host,
@@ -34,6 +36,7 @@ from agent.host.provision.plan import (
     plan_restoration,
     plan_root,
 )
+from agent.model.errors import AgentError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.node import Check, HostSettings, HostState, Link, NodeBinary, NodeFile, NodeImage
 from tests.fakes.provisioned import FOUND, NETWORK
@@ -47,14 +50,20 @@ NEW = NodeFacts("gpu-node", Absent("no root"), Absent("no record"), (), {UNIT: F
 MADE = replace(NEW, root=77, record=RECORD)
 BINARIES = (NodeBinary("kubelet", "https://dl.k8s.io/kubelet", "b2" * 32, "/usr/local/bin/kubelet"),)
 FILES = (NodeFile("/etc/kubernetes/kubelet.json", b"{}"),)
-GOAL = RootGoal(IMAGE, BINARIES, FILES, RECORD)
+SETTINGS_OF_IMAGE = ImageSettings(repository="docker://registry.example.com/nodes")
 HOST = HostFacts(FOUND.host, FOUND.units, NETWORK, FOUND, ())
 SETTINGS = HostSettings({"kernel.panic": "10"}, (), swap_off=True, files=())
 
 
-def filled_by(goal: RootGoal) -> str:
+def root_steps(
+    facts: NodeFacts = NEW, binaries: tuple[NodeBinary, ...] = BINARIES, files: tuple[NodeFile, ...] = FILES
+) -> tuple[NodeStep, ...]:
+    return plan_root(facts, RECORD, binaries, files, SETTINGS_OF_IMAGE)
+
+
+def filled_by(**other: Any) -> str:  # noqa: ANN401
     """Return where the root file system is while it is filled."""
-    (fill,) = (step for step in plan_root(goal, NEW).last if isinstance(step, FillRoot))
+    (fill,) = (step for step in root_steps(**other) if isinstance(step, FillRoot))
     return fill.staged
 
 
@@ -63,19 +72,20 @@ def filled_by(goal: RootGoal) -> str:
 
 def test_a_new_node_is_complete_before_it_has_its_name() -> None:
     assert must_make_root(NEW) is True
-    steps = plan_root(GOAL, NEW)
-    assert steps.first == ()
-    assert steps.parallel == (StageRoot(IMAGE, UNPACKED), FetchBinaries(BINARIES))
-    staged = filled_by(GOAL)
-    assert steps.last == (FillRoot(UNPACKED, staged, BINARIES, FILES), PublishRoot("gpu-node", staged, RECORD))
+    staged = filled_by()
+    assert root_steps() == (
+        StageRoot(SETTINGS_OF_IMAGE, IMAGE, UNPACKED),
+        FetchBinaries(BINARIES),
+        FillRoot(UNPACKED, staged, BINARIES, FILES),
+        PublishRoot("gpu-node", staged, RECORD),
+    )
 
 
 def test_an_interrupted_attempt_goes_on_with_what_is_unpacked() -> None:
     stale = f"{UNPACKED[:-16]}removed"
-    for usable in (UNPACKED, filled_by(GOAL)):
-        steps = plan_root(GOAL, replace(NEW, staged=(usable, stale)))
-        assert steps.first == (RemoveTree(stale),)
-        assert steps.parallel == (FetchBinaries(BINARIES),)
+    for usable in (UNPACKED, filled_by()):
+        steps = root_steps(replace(NEW, staged=(usable, stale)))
+        assert steps[:2] == (RemoveTree(stale), FetchBinaries(BINARIES))
 
 
 OTHER_BINARY = replace(BINARIES[0], sha256="c3")
@@ -84,10 +94,9 @@ OTHER_BINARY = replace(BINARIES[0], sha256="c3")
 @pytest.mark.parametrize("other", [{"binaries": ()}, {"files": ()}, {"binaries": (OTHER_BINARY,)}])
 def test_what_was_filled_by_other_settings_is_not_used(other: dict[str, Any]) -> None:
     """Filling only adds programs and files: those of the earlier settings would stay."""
-    filled = filled_by(replace(GOAL, **other))
-    steps = plan_root(GOAL, replace(NEW, staged=(filled,)))
-    assert steps.first == (RemoveTree(filled),)
-    assert StageRoot(IMAGE, UNPACKED) in steps.parallel
+    filled = filled_by(**other)
+    steps = root_steps(replace(NEW, staged=(filled,)))
+    assert steps[:2] == (RemoveTree(filled), StageRoot(SETTINGS_OF_IMAGE, IMAGE, UNPACKED))
 
 
 def test_a_finished_node_stays_as_it_is() -> None:
@@ -102,8 +111,8 @@ def test_a_deleted_node_is_made_again() -> None:
 
 def test_a_rebuild_stops_the_machine_when_the_new_root_is_complete() -> None:
     assert must_make_root(MADE, rebuild=True) is True
-    kinds = [type(step) for step in plan_root(GOAL, MADE).last]
-    assert kinds == [FillRoot, StopMachine, RemoveRoot, PublishRoot]
+    kinds = [type(step) for step in root_steps(MADE)]
+    assert kinds == [StageRoot, FetchBinaries, FillRoot, StopMachine, RemoveRoot, PublishRoot]
 
 
 @pytest.mark.parametrize("rebuild", [False, True])
@@ -123,11 +132,17 @@ def test_a_replaced_root_and_a_damaged_record_are_reported() -> None:
 # ---- what up does to the host
 
 
+def test_the_host_changes_once_while_the_first_image_is_pulled() -> None:
+    record, change, roots = RecordHost(FOUND), ChangeHost(SETTINGS, FOUND.host), root_steps()
+    steps = plan_all((record, change), (*roots, *roots))
+    assert steps == (record, *roots[:2], change, *roots[2:], *roots)
+    assert [each.together for each in steps[:5]] == [False, True, True, True, False]
+    assert plan_all((change,), roots[-1:]) == (roots[-1], change)
+
+
 def test_the_host_is_recorded_before_it_changes() -> None:
     facts = replace(HOST, found=Absent("no record"))
-    steps = plan_host(SETTINGS, facts, 5.0, changes=True)
-    assert not isinstance(steps, Check)
-    record, change = steps
+    record, change = plan_host(SETTINGS, facts, 5.0, changes=True)
     assert record == RecordHost(replace(FOUND, recorded=5.0))
     assert change == ChangeHost(SETTINGS, FOUND.host)
 
@@ -140,14 +155,14 @@ def test_what_a_further_node_changes_is_added_to_the_record() -> None:
     # `reset` unloads only modules that are in the record.
     state = replace(FOUND.host, modules={**FOUND.host.modules, "ip_vs": False})
     steps = plan_host(SETTINGS, replace(HOST, state=state), 5.0, changes=False)
-    assert isinstance(steps, tuple)
     assert [each.found.host.modules["ip_vs"] for each in steps if isinstance(each, RecordHost)] == [False]
 
 
 @pytest.mark.parametrize("found", [Broken("damaged"), Unseen("no permission"), Absent("lost")])
 def test_a_lost_record_is_not_replaced_by_the_changed_host(found: Broken | Unseen | Absent) -> None:
     facts = replace(HOST, found=found, others=("gpu-node",))
-    assert isinstance(plan_host(SETTINGS, facts, 5.0, changes=True), Check)
+    with pytest.raises(AgentError, match="how the host was before its first node"):
+        plan_host(SETTINGS, facts, 5.0, changes=True)
 
 
 # ---- what reset does
@@ -169,9 +184,11 @@ def test_reset_can_be_repeated() -> None:
 def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
     """The record shows at least that `up` made the machine."""
     damaged = replace(MADE, record=Broken("damaged"), enabled={UNIT: True})
-    problem = plan_removal(damaged, "inactive")
-    assert isinstance(problem, Check)
-    assert problem.advice.endswith("remove /var/lib/machines/gpu-node yourself; then run `unbounded-agent reset` again")
+    with pytest.raises(AgentError) as error:
+        plan_removal(damaged, "inactive")
+    assert error.value.hint.endswith(
+        "remove /var/lib/machines/gpu-node yourself; then run `unbounded-agent reset` again"
+    )
     removed = replace(damaged, root=Absent("removed"), staged=(UNPACKED,))
     steps = (DisableUnit(UNIT), StopMachine("gpu-node"), RemoveTree(UNPACKED))
     assert plan_removal(removed, "active") == steps
@@ -191,7 +208,8 @@ def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
     ],
 )
 def test_reset_refuses_to_guess_what_up_made(facts: NodeFacts) -> None:
-    assert isinstance(plan_removal(facts, "inactive"), Check)
+    with pytest.raises(AgentError):
+        plan_removal(facts, "inactive")
 
 
 def test_a_directory_that_has_got_the_inode_of_the_one_that_was_removed_is_anothers() -> None:
@@ -202,7 +220,7 @@ def test_a_directory_that_has_got_the_inode_of_the_one_that_was_removed_is_anoth
     assert "was replaced" in found.message
     for same in (replace(MADE, born=1, record=record), replace(MADE, born=0, record=record), replace(MADE, born=2)):
         assert must_make_root(same) is False, "the same, or the file system or an older release did not record the time"
-        assert not isinstance(plan_removal(same, "inactive"), Check)
+        assert plan_removal(same, "inactive")
 
 
 def test_reset_restores_the_host_after_the_last_node() -> None:
@@ -210,7 +228,7 @@ def test_reset_restores_the_host_after_the_last_node() -> None:
     facts = replace(HOST, state=now, units={"machines.target": True})
     steps = plan_restoration(facts, Leftovers((left,), ()))
     assert steps == (DisableUnit("machines.target"), RestoreHost(FOUND.host), RemoveLeftover(left))
-    assert plan_restoration(HOST, Leftovers((), ())) == ()
+    assert plan_restoration(HOST, NO_LEFTOVERS) == ()
     assert plan_restoration(replace(facts, others=("other",)), Leftovers((left,), ())) == ()
 
 
@@ -220,13 +238,14 @@ def test_reset_also_undoes_an_up_that_had_only_begun_to_change_the_host(now: dic
     found = replace(FOUND.host, modules={"overlay": False}, absent_directories=("/etc/needrestart",))
     began = replace(found, **now)
     facts = replace(HOST, found=replace(FOUND, host=found), state=began)
-    assert plan_restoration(facts, Leftovers((), ())) == (RestoreHost(found),)
-    assert plan_restoration(replace(facts, state=found), Leftovers((), ())) == ()
+    assert plan_restoration(facts, NO_LEFTOVERS) == (RestoreHost(found),)
+    assert plan_restoration(replace(facts, state=found), NO_LEFTOVERS) == ()
 
 
 def test_reset_refuses_to_guess_how_the_host_was() -> None:
     for found in (Broken("damaged"), Unseen("no permission")):
-        assert isinstance(plan_restoration(replace(HOST, found=found), Leftovers((), ())), Check)
+        with pytest.raises(AgentError):
+            plan_restoration(replace(HOST, found=found), NO_LEFTOVERS)
 
 
 def test_the_records_go_last() -> None:
