@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true, unknown, worst
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Broken, Driver, FabricService, Gpu, Seen, Unseen, UserSpace, VendorFacts
+from agent.model.facts import Absent, Broken, Driver, FabricService, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.model.handoff import FabricAnswer
 from agent.model.text import counted, printable
@@ -34,7 +34,7 @@ from agent.vendors.nvidia.grant import built_in, misbound_gpus, modules_to_black
 
 UNLOAD_ORDER = ("nvidia_fs", "nvidia_peermem", "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia")
 """Each module comes before the modules that it uses (modinfo's `depends` of NVIDIA's open kernel modules)."""
-DAEMONS = ("nvidia-persistenced", "nvidia-fabricmanager", "nvidia-dcgm")
+DAEMONS = "nvidia-persistenced nvidia-fabricmanager nvidia-dcgm"
 """Services that keep GPUs open. If one is not installed, `systemctl stop` stops the others all the same."""
 LOAD = "modprobe -a nvidia nvidia_uvm"
 DRIVER_LOG = "dmesg | grep -iE 'nvidia|nvrm'"
@@ -73,6 +73,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         "correct the key that is named above, then: systemctl reload unbounded-agent",
     ),
     (ConditionType.LIBRARIES_PRESENT, Reason.LIBRARIES_BROKEN): (REINSTALL_LIBRARIES,),
+    (ConditionType.LIBRARIES_PRESENT, Reason.PARTLY_OTHER_VERSION): (REINSTALL_LIBRARIES,),
     (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_STARTING): (SHOW_FABRIC_LOG,),
     (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_STUCK): (
         SHOW_FABRIC_LOG,
@@ -103,45 +104,45 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
 
     `kind` and `reason` are the condition's. `modules` are the loaded kernel modules.
     """
-    version = facts.driver.module_version if facts.driver and isinstance(facts.driver.module_version, str) else ""
+    driver = facts.driver
+    version = driver.module_version if driver and isinstance(driver.module_version, str) else ""
     match kind, reason:
         case ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH:
-            return (_choose_alternative(version), *reload_driver(modules))
+            why = f"if driver {version or 'of the module'} is installed too, choose it: nothing else is needed"
+            return (f"update-alternatives --config nvidia && ldconfig  # Debian: {why}", *_reload_driver(modules))
         case (_, Reason.RELOAD_NEEDED) | (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS):
-            return reload_driver(modules)
-        case ConditionType.LIBRARIES_PRESENT, Reason.PARTLY_OTHER_VERSION:
-            return (REINSTALL_LIBRARIES,)
-        case ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_MISSING:
-            return _install_fabric_manager(version)
+            return _reload_driver(modules)
         case ConditionType.FABRIC_READY, (
-            Reason.FABRIC_REGISTERING | Reason.FABRIC_NOT_REGISTERED | Reason.FABRIC_FAILED
+            Reason.FABRIC_MANAGER_MISSING
+            | Reason.FABRIC_REGISTERING
+            | Reason.FABRIC_NOT_REGISTERED
+            | Reason.FABRIC_FAILED
         ):
-            return _register_gpus(facts.driver.fabric_service if facts.driver else FabricService(), version)
+            return _start_fabric_manager(reason, driver.fabric_service if driver else FabricService(), version)
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
-            return _unbind_other_drivers(facts.gpus)
+            return _unbind_other_drivers(facts)
         case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
             # Not for all GPUs without a driver: some may be so on purpose. The condition names the granted ones.
-            return (bind("PCI-ADDRESS"), DRIVER_LOG)
+            return (_bind("PCI-ADDRESS"), DRIVER_LOG)
         case ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING:
-            # With -u, the number is the minor of /dev/nvidia-uvm, which must be 0.
             return (
                 "nvidia-smi",
-                *(f"{each}  # for /dev/nvidia{each.rpartition(' ')[2]}" for each in make_nodes(facts)),
-                "nvidia-modprobe -c 255  # for /dev/nvidiactl",
-                "nvidia-modprobe -u -c 0  # for /dev/nvidia-uvm",
+                *(f"{each}  # for /dev/nvidia{each.rpartition(' ')[2]}" for each in _make_nodes(facts)),
+                *(f"{command}  # for {path}" for path, command in NEEDED_BY_ALL.values()),
             )
         case ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND:
-            return _initialise_gpus(facts)
+            without = [gpu.pci_address for gpu in facts.gpus if gpu.driver and not gpu.uuid and not gpu.excluded]
+            return (f"nvidia-smi -L  # initialises {', '.join(without)}, whose UUID is not known yet",) * bool(without)
         case _:
             return FIXED.get((kind, reason), ())
 
 
-def bind(pci_address: str) -> str:
+def _bind(pci_address: str) -> str:
     """Return the command that binds the loaded driver to a GPU (sysfs-bus-pci of the kernel's documentation)."""
     return f"echo {pci_address} > /sys/bus/pci/drivers/nvidia/bind"
 
 
-def make_nodes(facts: VendorFacts, addresses: Collection[str] = ()) -> tuple[str, ...]:
+def _make_nodes(facts: VendorFacts, addresses: Collection[str] = ()) -> tuple[str, ...]:
     """Return the commands that make the missing nodes of GPUs; with `addresses`, only of these GPUs."""
     nodes = facts.devices if isinstance(facts.devices, tuple) else ()
     present = {node.pci_address for node in nodes if node.kind is DeviceKind.GPU}
@@ -150,93 +151,76 @@ def make_nodes(facts: VendorFacts, addresses: Collection[str] = ()) -> tuple[str
         for gpu in facts.gpus
         if gpu.driver and gpu.pci_address not in present and (not addresses or gpu.pci_address in addresses)
     ]
-    commands = [f"nvidia-modprobe -c {minor}" for minor in missing if minor is not None]
+    commands = tuple(f"nvidia-modprobe -c {minor}" for minor in missing if minor is not None)
     # The driver has not said which minor the GPU has.
-    return (*commands, "nvidia-modprobe -c N") if None in missing or not commands else tuple(commands)
+    return (*commands, "nvidia-modprobe -c N") if None in missing or not commands else commands
 
 
-def reload_driver(modules: Set[str]) -> tuple[str, ...]:
+def _reload_driver(modules: Set[str]) -> tuple[str, ...]:
     """Return how to load the installed driver's modules in place of the loaded ones."""
     loaded = [each for each in UNLOAD_ORDER if each in modules] or ["nvidia_uvm", "nvidia"]
     return (
         "unbounded-agent gpus holders  # stop or drain all users first: machines, containers, a display",
-        f"systemctl stop {' '.join(DAEMONS)}",
+        f"systemctl stop {DAEMONS}",
         f"rmmod {' '.join(loaded)}  # in this order",
         f"modprobe -a {' '.join(reversed(loaded))}",
-        f"systemctl start {' '.join(DAEMONS)}  # those that ran before",
+        f"systemctl start {DAEMONS}  # those that ran before",
         "systemctl reboot  # instead, if a module stays in use: drain the nodes of all machines first",
     )
 
 
-def _choose_alternative(version: str) -> str:
-    why = f"if driver {version or 'of the module'} is installed too, choose it: nothing else is needed"
-    return f"update-alternatives --config nvidia && ldconfig  # Debian: {why}"
-
-
-def _install_fabric_manager(version: str) -> tuple[str, ...]:
-    branch = version.partition(".")[0] or "BRANCH"
-    return (
-        f"apt install nvidia-fabricmanager-{branch}  # exactly version {version or 'of the driver'}",
-        "systemctl unmask nvidia-fabricmanager  # needed only if it is masked",
-        "systemctl enable --now nvidia-fabricmanager",
-    )
-
-
-def _register_gpus(service: FabricService, version: str) -> tuple[str, ...]:
-    modules = service.missing_modules
-    load = (f"modprobe -a {' '.join(modules)}  # HGX B200 and B300: the Fabric Manager needs them",) if modules else ()
-    return (
-        *load,
-        *_start(service, version),
-        "nvidia-smi --query-gpu=pci.bus_id,fabric.state,fabric.status --format=csv",
-    )
-
-
-def _start(service: FabricService, version: str) -> tuple[str, ...]:
+def _start_fabric_manager(reason: str, service: FabricService, version: str) -> tuple[str, ...]:
     """Return how to start the Fabric Manager, or start it again, where it is installed or may be."""
-    if has_unit(service):
-        return ("systemctl enable nvidia-fabricmanager", "systemctl restart nvidia-fabricmanager", SHOW_FABRIC_LOG)
-    if service.state == RUNNING:
-        # Not by the name alone: the kernel keeps only its first 15 characters.
-        return (f"pgrep -af {FABRIC_MANAGER}  # it has no unit: see its log, and restart the container that runs it",)
-    if isinstance(service.state, Broken):
-        return (*_install_fabric_manager(version), SHOW_FABRIC_LOG)
-    if isinstance(service.state, Unseen):
-        return (SHOW_FABRIC_LOG,)
-    # A virtual machine, or a tray of a rack, has none: the fabric is managed elsewhere.
-    only = "only if this host manages the fabric"
-    branch = version.partition(".")[0] or "BRANCH"
-    return (
-        f"apt install nvidia-fabricmanager-{branch}  # {only}: exactly version {version or 'of the driver'}",
-        f"systemctl enable --now nvidia-fabricmanager  # {only}",
+    install = f"apt install nvidia-fabricmanager-{version.partition('.')[0] or 'BRANCH'}"
+    exactly = f"exactly version {version or 'of the driver'}"
+    enable = "systemctl enable --now nvidia-fabricmanager"
+    from_scratch = (
+        f"{install}  # {exactly}",
+        "systemctl unmask nvidia-fabricmanager  # needed only if it is masked",
+        enable,
     )
+    if reason == Reason.FABRIC_MANAGER_MISSING:
+        return from_scratch
+    start: tuple[str, ...]
+    if has_unit(service):
+        start = ("systemctl enable nvidia-fabricmanager", "systemctl restart nvidia-fabricmanager", SHOW_FABRIC_LOG)
+    elif service.state == RUNNING:
+        # Not by the name alone: the kernel keeps only its first 15 characters.
+        start = (f"pgrep -af {FABRIC_MANAGER}  # it has no unit: see its log, and restart the container that runs it",)
+    elif isinstance(service.state, Broken):
+        start = (*from_scratch, SHOW_FABRIC_LOG)
+    elif isinstance(service.state, Unseen):
+        start = (SHOW_FABRIC_LOG,)
+    else:
+        # A virtual machine, or a tray of a rack, has none: the fabric is managed elsewhere.
+        only = "only if this host manages the fabric"
+        start = (f"{install}  # {only}: {exactly}", f"{enable}  # {only}")
+    modules = service.missing_modules
+    load = f"modprobe -a {' '.join(modules)}  # HGX B200 and B300: the Fabric Manager needs them"
+    query = "nvidia-smi --query-gpu=pci.bus_id,fabric.state,fabric.status --format=csv"
+    return (*((load,) if modules else ()), *start, query)
 
 
-def _unbind_other_drivers(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+def _unbind_other_drivers(facts: VendorFacts) -> tuple[str, ...]:
     lines: list[str] = []
-    if modules := modules_to_blacklist(gpus):
+    if modules := modules_to_blacklist(facts.gpus):
         lines += [f"echo 'blacklist {each}' >> /etc/modprobe.d/blacklist-gpu.conf" for each in modules]
         lines += ["update-initramfs -u  # RPM-based hosts: dracut --force"]
         lines += ["systemctl reboot  # drain the nodes of all machines first"]
-    for address in built_in(gpus):
+    for address in built_in(facts.gpus):
         device = f"/sys/bus/pci/devices/{address}"
         lines += [f"echo nvidia > {device}/driver_override", f"echo {address} > {device}/driver/unbind"]
-    return (*lines, LOAD) if built_in(gpus) else tuple(lines)
-
-
-def _initialise_gpus(facts: VendorFacts) -> tuple[str, ...]:
-    unknown = [gpu.pci_address for gpu in facts.gpus if gpu.driver and not gpu.uuid and not gpu.excluded]
-    if not unknown:
-        return ()
-    return (f"nvidia-smi -L  # initialises {', '.join(unknown)}, whose UUID is not known yet",)
+    return (*lines, LOAD) if built_in(facts.gpus) else tuple(lines)
 
 
 NEEDED_BY_ALL = {
     DeviceKind.CONTROL: ("/dev/nvidiactl", "nvidia-modprobe -c 255"),
+    # With -u, the number is the minor of /dev/nvidia-uvm, which must be 0.
     DeviceKind.UVM: ("/dev/nvidia-uvm", "nvidia-modprobe -u -c 0"),
 }
 NOT_REPORTED = FabricReport()
 FABRIC_LOG = "see `journalctl -b -u nvidia-fabricmanager`"
+START_FABRIC_MANAGER = "run `systemctl enable --now nvidia-fabricmanager`"
 REINSTALL = "install the driver's user-space packages again and run ldconfig"
 
 
@@ -260,60 +244,58 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case Broken(why):
             return false(kind, Reason.MODULE_BROKEN, f"{why}; reinstall the driver's kernel module, then reboot")
-        case Absent() if misbound_gpus(facts.gpus):
-            others = sorted({gpu.driver for gpu in misbound_gpus(facts.gpus)})
-            found = f"the GPUs have kernel driver {', '.join(others)}"
-            return false(kind, Reason.WRONG_DRIVER, "; ".join((found, *_replace_driver(facts.gpus))))
+        case str(version):
+            what = f"kernel module nvidia {version} is loaded for {counted(len(facts.gpus), 'GPU')}"
+            return true(kind, Reason.LOADED, what)
         case Absent():
-            installed = isinstance(driver.user_space.version, str)
-            state = f"libraries {driver.user_space.version} are installed, but the" if installed else "the"
-            return false(
-                kind,
-                Reason.MODULE_NOT_LOADED,
-                f"{state} kernel module nvidia is not loaded; run `modprobe -a nvidia nvidia_uvm`, or set "
-                "driver.load_modules = true (`journalctl -u unbounded-agent-modules` shows the result); if that fails, "
-                "see `dmesg`, install the driver's kernel module for this kernel, or reboot",
+            pass
+    if wrong := misbound_gpus(facts.gpus):
+        parts = [f"the GPUs have kernel driver {', '.join(sorted({gpu.driver for gpu in wrong}))}"]
+        if modules := modules_to_blacklist(facts.gpus):
+            lines = " and, on a line of its own, ".join(f"`blacklist {each}`" for each in modules)
+            parts.append(
+                f"write {lines} into /etc/modprobe.d/blacklist-gpu.conf, rebuild the initramfs (Debian: "
+                "update-initramfs -u) and reboot"
             )
-        case version:
-            return true(
-                kind, Reason.LOADED, f"kernel module nvidia {version} is loaded for {counted(len(facts.gpus), 'GPU')}"
+        if addresses := built_in(facts.gpus):
+            parts.append(
+                f"the driver of {', '.join(addresses)} is built into the kernel and cannot be blacklisted: set "
+                "driver_override, as `unbounded-agent doctor` shows"
             )
-
-
-def _replace_driver(gpus: tuple[Gpu, ...]) -> Iterator[str]:
-    if modules := modules_to_blacklist(gpus):
-        lines = " and, on a line of its own, ".join(f"`blacklist {each}`" for each in modules)
-        yield (
-            f"write {lines} into /etc/modprobe.d/blacklist-gpu.conf, rebuild the initramfs (Debian: update-initramfs "
-            "-u) and reboot"
-        )
-    if addresses := built_in(gpus):
-        yield (
-            f"the driver of {', '.join(addresses)} is built into the kernel and cannot be blacklisted: set "
-            "driver_override, as `unbounded-agent doctor` shows"
-        )
+        return false(kind, Reason.WRONG_DRIVER, "; ".join(parts))
+    library = driver.user_space.version
+    state = f"libraries {library} are installed, but the" if isinstance(library, str) else "the"
+    return false(
+        kind,
+        Reason.MODULE_NOT_LOADED,
+        f"{state} kernel module nvidia is not loaded; run `{LOAD}`, or set driver.load_modules = true "
+        "(`journalctl -u unbounded-agent-modules` shows the result); if that fails, see `dmesg`, install the driver's "
+        "kernel module for this kernel, or reboot",
+    )
 
 
 def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
-    loaded = isinstance(driver.module_version, str)
-    # If the module is loaded already, modprobe does nothing, so the advice is to bind the driver to the GPUs.
     if fault := unusable(facts, grant):
         return fault
-    faults = faulty_gpus(
-        facts,
-        grant,
-        DeviceKind.GPU,
-        "/dev/nvidiaN",
-        f"run `nvidia-smi` or {' and '.join(f'`{each}`' for each in make_nodes(facts, grant.gpus))}",
-        lambda unbound: (
-            f"run {' and '.join(f'`{bind(each)}`' for each in unbound) if loaded else '`modprobe nvidia`'}, and see "
-            "`dmesg`"
-        ),
-    )
+
+    def advice_on_driver(unbound: tuple[str, ...]) -> str:
+        # If the module is loaded already, modprobe does nothing, so the advice is to bind the driver to the GPUs.
+        loaded = isinstance(driver.module_version, str)
+        commands = [_bind(each) for each in unbound] if loaded else ["modprobe nvidia"]
+        return f"run {' and '.join(f'`{each}`' for each in commands)}, and see `dmesg`"
+
+    advice = f"run `nvidia-smi` or {' and '.join(f'`{each}`' for each in _make_nodes(facts, grant.gpus))}"
+    faults = list(faulty_gpus(facts, grant, DeviceKind.GPU, "/dev/nvidiaN", advice, advice_on_driver))
     # If no GPU works, that may be why the nodes that all need are missing.
     if {gpu for each in faults for gpu in each.gpus} != set(grant.gpus):
-        faults = (*_shared_nodes_missing(facts, grant), *faults)
+        present_kinds = {node.kind for node in grant.nodes}
+        # A node may exist and yet be unusable: it may have the number from a module that was loaded before.
+        faults[:0] = [
+            false(kind, Reason.NODES_MISSING, f"{facts.node_problems.get(path, f'{path} is missing')}; run `{command}`")
+            for needed, (path, command) in NEEDED_BY_ALL.items()
+            if needed not in present_kinds
+        ]
     if faults:
         return worst(faults)
     incomplete = "".join(f"; {each.why}" for each in facts.incomplete if each.pci_address in grant.gpus)
@@ -323,25 +305,13 @@ def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condit
     return true(kind, Reason.PRESENT, present)
 
 
-def _shared_nodes_missing(facts: VendorFacts, grant: Grant) -> Iterator[Condition]:
-    present_kinds = {node.kind for node in grant.nodes}
-    for needed, (path, command) in NEEDED_BY_ALL.items():
-        if needed not in present_kinds:
-            # The node may exist and yet be unusable: it may have the number from a module that was loaded before.
-            what = facts.node_problems.get(path, f"{path} is missing")
-            yield false(ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING, f"{what}; run `{command}`")
-
-
 def _libraries_present(driver: Driver, grant: Grant) -> Condition:
-    kind = ConditionType.LIBRARIES_PRESENT
-    module, user_space = driver.module_version, driver.user_space
-    library = user_space.version
+    kind, module, user_space = ConditionType.LIBRARIES_PRESENT, driver.module_version, driver.user_space
+    library, serving = user_space.version, grant.driver_root.version if grant.driver_root else ""
     if isinstance(library, Unseen):
         return unknown(kind, Reason.OBSERVATION_FAILED, library.why)
-    serving = grant.driver_root.version if grant.driver_root else ""
-    if isinstance(library, Absent | Broken):
-        return _unless_staged(_libraries_fault(user_space, library, module), serving, module)
-    if isinstance(module, str) and module != library:
+    not_used = f"; not used: {', '.join(user_space.other_places)}" if user_space.other_places else ""
+    if isinstance(library, str) and isinstance(module, str) and module != library:
         if serving == module:
             return true(
                 kind,
@@ -356,57 +326,52 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             f"kernel module {module} and libraries {library} differ; reload the module or reboot the host, or, if the "
             f"libraries {module} are installed too, choose those as `doctor` says{_other_drivers(user_space)}",
         )
-    if isinstance(user_space.files, Absent | Broken | Unseen):
-        fault = false(kind, Reason.LIBRARIES_BROKEN, f"{user_space.files.why}; {REINSTALL}")
-        return _unless_staged(fault, serving, module)
+    if not isinstance(library, str) or not isinstance(user_space.files, tuple):
+        fault = _libraries_fault(user_space, module)
+        if not serving or serving != module:
+            return fault
+        staged = f"machines use the staged copy of driver {serving}, because the host's own files are unusable"
+        return true(kind, Reason.ONLY_STAGED, f"{staged}: {fault.message}")
     where = f" from {user_space.place}" if user_space.place else ""
-    parts = [f"{len(user_space.files)} files of driver {library}{where}{_not_used(user_space)}"]
+    parts = [f"{len(user_space.files)} files of driver {library}{where}{not_used}"]
     if user_space.not_installed:
         parts.append(f"not installed on this host: {', '.join(user_space.not_installed)}")
     if user_space.other_version:
         left_out = ", ".join(user_space.other_version)
         parts.append(f"left out, because their version differs: {left_out}; {REINSTALL}")
-        return true(kind, Reason.PARTLY_OTHER_VERSION, "; ".join(parts))
-    return true(kind, Reason.PRESENT, "; ".join(parts))
+    reason = Reason.PARTLY_OTHER_VERSION if user_space.other_version else Reason.PRESENT
+    return true(kind, reason, "; ".join(parts))
 
 
-def _libraries_fault(user_space: UserSpace, library: Absent | Broken, module: Seen[str]) -> Condition:
-    kind = ConditionType.LIBRARIES_PRESENT
+def _libraries_fault(user_space: UserSpace, module: Seen[str]) -> Condition:
+    kind, library, files = ConditionType.LIBRARIES_PRESENT, user_space.version, user_space.files
+    if not isinstance(files, tuple) and isinstance(library, str):
+        return false(kind, Reason.LIBRARIES_BROKEN, f"{files.why}; {REINSTALL}")
+    why = "" if isinstance(library, str) else library.why
     if user_space.place_key:
         return false(
             kind,
             Reason.NOT_IN_CONFIGURED_PLACE,
-            f"the configured {user_space.place} holds no usable driver: {library.why}; correct the key "
-            f"{user_space.place_key}, or remove it to let the agent search",
+            f"the configured {user_space.place} holds no usable driver: {why}; correct the key {user_space.place_key}, "
+            "or remove it to let the agent search",
         )
-    if isinstance(library, Absent):
-        wanted = f" {module}" if isinstance(module, str) else ""
-        return false(
-            kind,
-            Reason.NOT_INSTALLED,
-            f"`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture, and no other known place has them; "
-            f"install the driver's user-space libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: "
-            "libnvidia-compute) and run ldconfig, or name their place in driver.root or driver.library_directories"
-            f"{_other_drivers(user_space)}",
-        )
-    where = f"{user_space.place}: " if user_space.place else ""
-    return false(kind, Reason.LIBRARIES_BROKEN, f"{where}{library.why}; {REINSTALL}{_other_drivers(user_space)}")
-
-
-def _unless_staged(fault: Condition, serving: str, module: Seen[str]) -> Condition:
-    """Return the fault, or OnlyStaged if the driver root that the machine uses is in the kernel module's version."""
-    if not serving or serving != module:
-        return fault
-    staged = f"machines use the staged copy of driver {serving}, because the host's own files are unusable"
-    return true(fault.type, Reason.ONLY_STAGED, f"{staged}: {fault.message}")
+    if isinstance(library, Broken):
+        where = f"{user_space.place}: " if user_space.place else ""
+        return false(kind, Reason.LIBRARIES_BROKEN, f"{where}{why}; {REINSTALL}{_other_drivers(user_space)}")
+    wanted = f" {module}" if isinstance(module, str) else ""
+    return false(
+        kind,
+        Reason.NOT_INSTALLED,
+        "`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture, and no other known place has them; "
+        f"install the driver's user-space libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: libnvidia-compute)"
+        " and run ldconfig, or name their place in driver.root or driver.library_directories"
+        f"{_other_drivers(user_space)}",
+    )
 
 
 def _other_drivers(user_space: UserSpace) -> str:
-    return _not_used(user_space) + "".join(f"; not searched: {each}" for each in user_space.skipped_directories)
-
-
-def _not_used(user_space: UserSpace) -> str:
-    return f"; not used: {', '.join(user_space.other_places)}" if user_space.other_places else ""
+    not_used = f"; not used: {', '.join(user_space.other_places)}" if user_space.other_places else ""
+    return not_used + "".join(f"; not searched: {each}" for each in user_space.skipped_directories)
 
 
 def _fabric_ready(driver: Driver, grant: Grant, report: FabricReport) -> Condition:
@@ -431,19 +396,18 @@ def _fabric_ready(driver: Driver, grant: Grant, report: FabricReport) -> Conditi
         return true(kind, Reason.FABRIC_REGISTERED, "; ".join(filter(None, (said, unanswered))))
     if inferred.status is not Status.TRUE:
         return inferred
-    if not silent and all(each.state for each in answers) and inferred.reason == Reason.NOT_APPLICABLE:
+    all_asked = all(each.state for each in answers)
+    if not silent and all_asked and inferred.reason == Reason.NOT_APPLICABLE:
         return not_applicable(kind, "the GPUs have no NVLink fabric (fabric.state N/A)")
-    unknown_to = "" if all(each.state for each in answers) else "the driver is too old to be asked for fabric.state"
+    unknown_to = "" if all_asked else "the driver is too old to be asked for fabric.state"
     why = unanswered or unknown_to or "these GPUs do not say whether they are registered (fabric.state N/A)"
     return inferred._replace(message=printable(f"{inferred.message}; inferred: {why}"))
 
 
 def _not_registered(faulty: Sequence[FabricAnswer], unanswered: str, service: FabricService) -> Condition:
     kind, concerned = ConditionType.FABRIC_READY, tuple(each.gpu for each in faulty)
-    message = (
-        "GPUs are not registered with the NVLink fabric, so CUDA fails with error 802 (SYSTEM_NOT_READY): "
-        f"{'; '.join(filter(None, (*_words(faulty), unanswered, _fabric_advice(service))))}"
-    )
+    said = "; ".join(filter(None, (*_words(faulty), unanswered, *_fabric_advice(service))))
+    message = f"GPUs are not registered with the NVLink fabric, so CUDA fails with error 802 (SYSTEM_NOT_READY): {said}"
     # A registration that has ended without success. CUDA also waits for one that has not ended.
     if any(each.state == REGISTERED[0] for each in faulty):
         return false(kind, Reason.FABRIC_FAILED, message, concerned)
@@ -461,39 +425,31 @@ def _words(answers: Sequence[FabricAnswer]) -> Iterator[str]:
         yield f"{', '.join(gpus)}: fabric.state {state}, fabric.status {status}"
 
 
-def _fabric_advice(service: FabricService) -> str:
-    """Return where to look, and what to do, if GPUs are not registered."""
-    modules, state = service.missing_modules, _service_advice(service)
-    if not modules:
-        return state
-    restart = " and `systemctl restart nvidia-fabricmanager`" if has_unit(service) else ""
-    return (
-        f"not loaded: {', '.join(modules)}, which the Fabric Manager of HGX B200 and B300 needs: run `modprobe -a "
-        f"{' '.join(modules)}`{restart}; {state}"
-    )
-
-
-def _service_advice(service: FabricService) -> str:
-    if service.state == RUNNING:
-        return (
-            "the Fabric Manager runs, but not as this host's service: see its log, and restart the container that runs "
-            "it"
+def _fabric_advice(service: FabricService) -> Iterator[str]:
+    """Yield where to look, and what to do, if GPUs are not registered."""
+    if names := service.missing_modules:
+        restart = " and `systemctl restart nvidia-fabricmanager`" if has_unit(service) else ""
+        yield (
+            f"not loaded: {', '.join(names)}, which the Fabric Manager of HGX B200 and B300 needs: run `modprobe -a "
+            f"{' '.join(names)}`{restart}"
         )
     match service.state:
+        case "running":
+            yield (
+                "the Fabric Manager runs, but not as this host's service: see its log, and restart the container that "
+                "runs it"
+            )
         case Absent():
-            return (
+            yield (
                 "nvidia-fabricmanager.service is not installed: if this host manages the fabric, install the Fabric "
                 "Manager in the driver's version; otherwise (a virtual machine, a rack), look where it is managed"
             )
         case Broken(why) | Unseen(why):
-            return why
+            yield why
         case "active" | "activating" | "reloading" as state:
-            return f"nvidia-fabricmanager.service is {state}: {FABRIC_LOG}"
+            yield f"nvidia-fabricmanager.service is {state}: {FABRIC_LOG}"
         case state:
-            return (
-                f"nvidia-fabricmanager.service is {state}: run `systemctl enable --now nvidia-fabricmanager`, and "
-                f"{FABRIC_LOG}"
-            )
+            yield f"nvidia-fabricmanager.service is {state}: {START_FABRIC_MANAGER}, and {FABRIC_LOG}"
 
 
 def _inferred_fabric(fabric: Seen[str]) -> Condition:
@@ -504,11 +460,7 @@ def _inferred_fabric(fabric: Seen[str]) -> Condition:
         case Unseen(why):
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case Broken(why):
-            return false(
-                kind,
-                Reason.FABRIC_MANAGER_MISSING,
-                f"{why}; then run `systemctl enable --now nvidia-fabricmanager`",
-            )
+            return false(kind, Reason.FABRIC_MANAGER_MISSING, f"{why}; then {START_FABRIC_MANAGER}")
         case "active":
             return true(kind, Reason.FABRIC_MANAGER_ACTIVE, "nvidia-fabricmanager.service is active")
         case "running":
@@ -520,13 +472,29 @@ def _inferred_fabric(fabric: Seen[str]) -> Condition:
                 kind,
                 Reason.FABRIC_MANAGER_NOT_RUNNING,
                 f"this host has NVSwitch and nvidia-fabricmanager.service is {state}; CUDA will fail with error 802 "
-                "(SYSTEM_NOT_READY); run `systemctl enable --now nvidia-fabricmanager`",
+                f"(SYSTEM_NOT_READY); {START_FABRIC_MANAGER}",
             )
 
 
 def _persistence_mode(daemon: Seen[str], grant: Grant, report: FabricReport) -> Condition:
     """Return what the GPUs say of persistence mode or, if some do not, what the persistence daemon's unit shows."""
-    kind, inferred = ConditionType.PERSISTENCE_MODE, _inferred_persistence(daemon)
+    kind = ConditionType.PERSISTENCE_MODE
+    match daemon:
+        case "active":
+            inferred = true(kind, Reason.DAEMON_ACTIVE, "nvidia-persistenced.service is active")
+        case "running":
+            inferred = true(kind, Reason.DAEMON_ACTIVE, "nvidia-persistenced runs, but not as this host's service")
+        case Unseen(why):
+            inferred = unknown(kind, Reason.OBSERVATION_FAILED, why)
+        case state:
+            first = f"{state.why}; then " if isinstance(state, Broken) else ""
+            inferred = false(
+                kind,
+                Reason.DAEMON_NOT_RUNNING,
+                "nvidia-persistenced.service is not running: unless somebody ran `nvidia-smi -pm 1`, the driver shuts "
+                f"down idle GPUs, and initialises them again for the next user; {first}run `systemctl enable --now "
+                "nvidia-persistenced`",
+            )
     said = {each.gpu: each.persistence for each in report.answers if each.persistence in ("Enabled", "Disabled")}
     off = [gpu for gpu in grant.gpus if said.get(gpu) == "Disabled"]
     if off and inferred.status is not Status.FALSE:
@@ -544,56 +512,37 @@ def _persistence_mode(daemon: Seen[str], grant: Grant, report: FabricReport) -> 
     return true(kind, Reason.PERSISTENCE_ENABLED, f"{counted(len(grant.gpus), 'GPU')} in persistence mode")
 
 
-def _inferred_persistence(daemon: Seen[str]) -> Condition:
-    kind = ConditionType.PERSISTENCE_MODE
-    match daemon:
-        case "active":
-            return true(kind, Reason.DAEMON_ACTIVE, "nvidia-persistenced.service is active")
-        case "running":
-            return true(kind, Reason.DAEMON_ACTIVE, "nvidia-persistenced runs, but not as this host's service")
-        case Unseen(why):
-            return unknown(kind, Reason.OBSERVATION_FAILED, why)
-        case state:
-            first = f"{state.why}; then " if isinstance(state, Broken) else ""
-            return false(
-                kind,
-                Reason.DAEMON_NOT_RUNNING,
-                "nvidia-persistenced.service is not running: unless somebody ran `nvidia-smi -pm 1`, the driver shuts "
-                f"down idle GPUs, and initialises them again for the next user; {first}run `systemctl enable --now "
-                "nvidia-persistenced`",
-            )
-
-
 # Symptoms: messages of NVIDIA's programs, CUDA and container runtimes.
 
 NOT_LOADED = "`nvidia-smi`: couldn't communicate with the NVIDIA driver; CUDA error 100 (NO_DEVICE)"
 NO_LIBRARY = "nvidia-ctk: ERROR_LIBRARY_NOT_FOUND; the device plugin: could not load NVML library"
-# The numbers are from cuda.h. Many descriptions of 802 and 803 mistake one for the other.
-NO_FABRIC = (
-    "CUDA error 802 (SYSTEM_NOT_READY), not to be confused with 803 (SYSTEM_DRIVER_MISMATCH); in a confidential "
-    "virtual machine, GPUs that nobody has set ready cause it too: `nvidia-smi conf-compute -srs 1`"
-)
-MISMATCH = "`nvidia-smi`: Driver/library version mismatch; CUDA error 803 (SYSTEM_DRIVER_MISMATCH)"
+SLOW_START = "the first use of a GPU after a pause takes seconds"
 EPERM = "a GPU opens on the host, but not in the machine: EPERM"
-NO_DEVICES = "a CDI specification without devices; `nvidia-smi` in pods: No devices were found"
-UNRESOLVABLE = "pods end with `unresolvable CDI devices`, or have no GPU"
 NO_RUNTIME = "pods stay in ContainerCreating: no runtime for the handler of their RuntimeClass is configured"
 
 SYMPTOMS: Mapping[tuple[ConditionType, str], str] = {
     (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): NOT_LOADED,
     (ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER): NOT_LOADED,
-    (ConditionType.DEVICES_PRESENT, ""): NO_DEVICES,
+    (ConditionType.DEVICES_PRESENT, ""): (
+        "a CDI specification without devices; `nvidia-smi` in pods: No devices were found"
+    ),
     (ConditionType.DEVICES_PRESENT, Reason.GPU_FALLEN_OFF_BUS): "`nvidia-smi`: GPU is lost; Xid 79 in `dmesg`",
     (ConditionType.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): NO_LIBRARY,
     (ConditionType.LIBRARIES_PRESENT, Reason.LIBRARIES_BROKEN): NO_LIBRARY,
-    (ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH): MISMATCH,
-    (ConditionType.FABRIC_READY, ""): NO_FABRIC,
-    (ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): "the first use of a GPU after a pause takes seconds",
-    (ConditionType.PERSISTENCE_MODE, Reason.PERSISTENCE_DISABLED): "the first use of a GPU after a pause takes seconds",
+    # The numbers of CUDA's errors are from cuda.h. Many descriptions of 802 and 803 mistake one for the other.
+    (ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH): (
+        "`nvidia-smi`: Driver/library version mismatch; CUDA error 803 (SYSTEM_DRIVER_MISMATCH)"
+    ),
+    (ConditionType.FABRIC_READY, ""): (
+        "CUDA error 802 (SYSTEM_NOT_READY), not to be confused with 803 (SYSTEM_DRIVER_MISMATCH); in a confidential "
+        "virtual machine, GPUs that nobody has set ready cause it too: `nvidia-smi conf-compute -srs 1`"
+    ),
+    (ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): SLOW_START,
+    (ConditionType.PERSISTENCE_MODE, Reason.PERSISTENCE_DISABLED): SLOW_START,
     (ConditionType.DEVICES_ALLOWED, Reason.NOT_GIVEN): EPERM,
     (ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED): EPERM,
     (ConditionType.LIBRARIES_LINKED, ""): NO_LIBRARY,
-    (ConditionType.CDI_SPEC_CURRENT, ""): UNRESOLVABLE,
+    (ConditionType.CDI_SPEC_CURRENT, ""): "pods end with `unresolvable CDI devices`, or have no GPU",
     (ConditionType.RUNTIME_CONFIGURED, ""): NO_RUNTIME,
     (ConditionType.RUNTIME_ACTIVE, ""): NO_RUNTIME,
 }
@@ -604,13 +553,11 @@ SYMPTOMS: Mapping[tuple[ConditionType, str], str] = {
 RESOURCE = "nvidia.com/gpu"
 PRESENT = "nvidia.com/gpu.present"
 DEPLOY = "nvidia.com/gpu.deploy."
-RUNTIME_CLASS = "nvidia"
 HELM = "helm upgrade --namespace gpu-operator gpu-operator nvidia/gpu-operator --version VERSION --reuse-values --set"
 """The beginning of a command that changes a setting of the GPU Operator. Without --version, the command would also
 upgrade the Operator."""
 INSTALLED = "# VERSION is the installed one: helm list -n gpu-operator"
 PLUGIN = "device-plugin"
-STRATEGY = "DEVICE_LIST_STRATEGY"
 VALIDATION = "-validation"
 """Suffix of the names of the GPU Operator's init containers that wait for its validator's files."""
 LATE = 300.0
@@ -648,47 +595,48 @@ TOO_NEW = re.compile(
 
 def cluster_findings(cluster: Cluster) -> Iterator[Finding]:
     """Yield the faults of the cluster that keep pods from NVIDIA's GPUs."""
-    plugins = [each for each in cluster.pods if _is_plugin(each)]
-    for pod in plugins:
-        yield from _failing_plugin(pod, cluster)
+    plugins = [
+        each
+        for pod in cluster.pods
+        for each in containers(pod)
+        if PLUGIN in str(each.get("image", "")) and "nvidia" in str(each.get("image", ""))
+    ]
     for pod in cluster.pods:
+        text = "\n".join((*kubelet_messages(pod), cluster.logs.get(name(pod), "")))
+        if crashes(pod) and any(each in plugins for each in containers(pod)):
+            yield _failing_plugin(pod, text)
         yield from _waits_for_markers(pod, cluster.now)
-        yield from _needs_newer_driver(pod, cluster)
-    yield from _without_runtime_class(cluster, plugins)
+        if found := TOO_NEW.search(text):
+            yield Finding(
+                "a pod's CUDA is newer than the driver supports",
+                f"pod {name(pod)}: {_line(text, found)}",
+                (
+                    "unbounded-agent doctor | grep 'driver for pods'  # on the host: the newest CUDA that works",
+                    "use an image with that CUDA version or an older one, or install a newer driver on the host",
+                ),
+            )
+    # With a CDI strategy, the kubelet requests the CDI devices, so pods need no runtime class. If there is no plugin,
+    # or if plugins have different strategies, the strategy that counts for a pod is unknown.
+    if {environment(each).get("DEVICE_LIST_STRATEGY", "envvar") for each in plugins} == {"envvar"}:
+        yield from _without_runtime_class(cluster)
     for node in cluster.nodes:
         yield from _unlabelled(node, cluster)
         yield from _reverted(node, cluster.now)
         yield from _installs_own_parts(node, cluster)
 
 
-def _is_plugin(pod: KubernetesObject) -> bool:
-    return any(
-        PLUGIN in str(each.get("image", "")) and "nvidia" in str(each.get("image", "")) for each in containers(pod)
-    )
-
-
-def _owner(pod: KubernetesObject) -> str:
-    """Return the pod's owner as `kind/name`; the pod itself if it has no owner.
-
-    The text is quoted for a command, because whoever makes the pod can name any owner.
-    """
-    owner = ((pod.get("metadata") or {}).get("ownerReferences") or [{}])[0]
-    name = owner.get("name", (pod.get("metadata") or {}).get("name", ""))
-    return shlex.quote(f"{str(owner.get('kind', 'pod')).lower()}/{name}")
-
-
-def _failing_plugin(pod: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
-    if not crashes(pod):
-        return
-    text = "\n".join((*kubelet_messages(pod), cluster.logs.get(name(pod), "")))
-    namespace = str((pod.get("metadata") or {}).get("namespace", ""))
+def _failing_plugin(pod: KubernetesObject, text: str) -> Finding:
+    metadata = pod.get("metadata") or {}
+    namespace = str(metadata.get("namespace", ""))
+    # Quoted for a command, because whoever makes the pod can name any owner.
+    owner = (metadata.get("ownerReferences") or [{"name": metadata.get("name", "")}])[0]
+    quoted = shlex.quote(f"{str(owner.get('kind', 'pod')).lower()}/{owner.get('name', metadata.get('name', ''))}")
     for pattern, cause, fix in PLUGIN_LOGS:
         if found := pattern.search(text):
-            commands = tuple(each.format(namespace=namespace, owner=_owner(pod)) for each in fix)
-            yield Finding(cause, f"pod {name(pod)}: {_line(text, found)}", commands)
-            return
+            commands = tuple(each.format(namespace=namespace, owner=quoted) for each in fix)
+            return Finding(cause, f"pod {name(pod)}: {_line(text, found)}", commands)
     logs = f"kubectl -n {namespace} logs {name(pod).rpartition('/')[2]} --previous"
-    yield Finding("the device plugin keeps failing", f"pod {name(pod)}: CrashLoopBackOff", (logs,))
+    return Finding("the device plugin keeps failing", f"pod {name(pod)}: CrashLoopBackOff", (logs,))
 
 
 def _line(text: str, found: re.Match[str]) -> str:
@@ -712,30 +660,7 @@ def _waits_for_markers(pod: KubernetesObject, now: float) -> Iterator[Finding]:
             )
 
 
-def _needs_newer_driver(pod: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
-    text = "\n".join((*kubelet_messages(pod), cluster.logs.get(name(pod), "")))
-    if found := TOO_NEW.search(text):
-        yield Finding(
-            "a pod's CUDA is newer than the driver supports",
-            f"pod {name(pod)}: {_line(text, found)}",
-            (
-                "unbounded-agent doctor | grep 'driver for pods'  # on the host: the newest CUDA that works",
-                "use an image with that CUDA version or an older one, or install a newer driver on the host",
-            ),
-        )
-
-
-def _without_runtime_class(cluster: Cluster, plugins: list[KubernetesObject]) -> Iterator[Finding]:
-    strategies = {
-        environment(each).get(STRATEGY, "envvar")
-        for pod in plugins
-        for each in containers(pod)
-        if PLUGIN in str(each.get("image", ""))
-    }
-    if strategies != {"envvar"}:
-        # With a CDI strategy, the kubelet requests the CDI devices, so pods need no runtime class. If there is no
-        # plugin, or if plugins have different strategies, the strategy that counts for a pod is unknown.
-        return
+def _without_runtime_class(cluster: Cluster) -> Iterator[Finding]:
     for pod in cluster.pods:
         running = (pod.get("status") or {}).get("phase") == "Running"
         if running and RESOURCE in limited_resources(pod) and not pod_spec(pod).get("runtimeClassName"):
@@ -743,20 +668,20 @@ def _without_runtime_class(cluster: Cluster, plugins: list[KubernetesObject]) ->
                 "a pod has a GPU allocated, but no runtime class that gives it the GPU",
                 f"pod {name(pod)} has a limit {RESOURCE} and no runtimeClassName; the plugin's strategy is envvar",
                 (
-                    f"set runtimeClassName: {RUNTIME_CLASS} in the pod",
+                    "set runtimeClassName: nvidia in the pod",
                     "or DEVICE_LIST_STRATEGY=cdi-cri for the plugin, or machines.NAME.default_runtime = true",
                 ),
             )
 
 
+def _selecting(label: str, items: Sequence[KubernetesObject]) -> list[KubernetesObject]:
+    return [each for each in items if label in (pod_spec(each).get("nodeSelector") or {})]
+
+
 def _unlabelled(node: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
     allocatable = (node.get("status") or {}).get("allocatable") or {}
-    if RESOURCE not in allocatable or labels(node).get(PRESENT) == "true":
-        return
-    selecting = [
-        each for each in (*cluster.pods, *cluster.daemon_sets) if PRESENT in (pod_spec(each).get("nodeSelector") or {})
-    ]
-    if selecting:
+    selecting = _selecting(PRESENT, (*cluster.pods, *cluster.daemon_sets))
+    if RESOURCE in allocatable and labels(node).get(PRESENT) != "true" and selecting:
         yield Finding(
             f"node {name(node)} has GPUs, but not the label {PRESENT}=true, which pods select",
             f"{RESOURCE} is allocatable there; {name(selecting[0])} has the nodeSelector {PRESENT}",
@@ -787,17 +712,12 @@ def _reverted(node: KubernetesObject, now: float) -> Iterator[Finding]:
 
 
 def _installs_own_parts(node: KubernetesObject, cluster: Cluster) -> Iterator[Finding]:
+    active = [each for each in cluster.daemon_sets if (each.get("status") or {}).get("desiredNumberScheduled", 0)]
     for part, setting in (("driver", "driver.enabled"), ("container-toolkit", "toolkit.enabled")):
-        label = f"{DEPLOY}{part}"
-        active_sets = [
-            each
-            for each in cluster.daemon_sets
-            if label in (pod_spec(each).get("nodeSelector") or {})
-            and (each.get("status") or {}).get("desiredNumberScheduled", 0)
-        ]
-        if labels(node).get(label) == "true" and active_sets:
+        selecting = _selecting(f"{DEPLOY}{part}", active)
+        if labels(node).get(f"{DEPLOY}{part}") == "true" and selecting:
             yield Finding(
                 f"the GPU Operator installs its own {part} into node {name(node)}, which already has it",
-                f"label {label}=true; DaemonSet {name(active_sets[0])} runs pods on such nodes",
+                f"label {DEPLOY}{part}=true; DaemonSet {name(selecting[0])} runs pods on such nodes",
                 (f"{HELM} {setting}=false  {INSTALLED}",),
             )

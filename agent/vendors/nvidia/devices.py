@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from agent.model.device import PCI_ADDRESS, DeviceKind, DeviceNumber
 from agent.model.facts import (
-    BRIDGE_OTHER,
     Absent,
     Broken,
     DeviceNode,
@@ -146,13 +145,6 @@ def _modules(system: System, driver: str) -> tuple[str, ...] | None:
     except OSError:
         return None
     return (module, *dict.fromkeys((*COMPANIONS.get(module, ()), *holders)))
-
-
-def has_nvswitch(pci: Seen[tuple[PciDevice, ...]]) -> bool:
-    """Return whether the PCI bus has an NVSwitch; False if the bus could not be listed."""
-    return isinstance(pci, tuple) and any(
-        each.vendor_id == VENDOR_ID and each.class_id >> 8 == BRIDGE_OTHER for each in pci
-    )
 
 
 def _is_gpu(device: PciDevice) -> bool:

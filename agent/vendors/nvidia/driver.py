@@ -3,13 +3,14 @@
 import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 
 from msgspec import Struct
 
 from agent.model.device import DeviceKind
 from agent.model.errors import AgentError, CommandError
 from agent.model.facts import (
+    BRIDGE_OTHER,
     Absent,
     Broken,
     DeviceNode,
@@ -29,7 +30,7 @@ from agent.system.files import System
 from agent.system.trust import classify_error, entries_if_present, read_seen
 from agent.vendors.host_vendor import PROC_DEVICES, Sources, parse_majors
 from agent.vendors.nvidia.contract import DIRECTORIES, WRITABLE
-from agent.vendors.nvidia.devices import FRONTEND, KERNEL_DRIVER, SWITCH_CONTROL, VENDOR_ID, has_nvswitch, observe_gpus
+from agent.vendors.nvidia.devices import FRONTEND, KERNEL_DRIVER, SWITCH_CONTROL, VENDOR_ID, observe_gpus
 from agent.vendors.nvidia.places import HOST_CACHE
 
 # NVSwitch and the Fabric Manager, without which GPUs of a host with NVSwitch cannot compute.
@@ -48,39 +49,71 @@ as in HGX B200, are found by this mark, because they are not PCI devices. NVIDIA
 too (_assert_nvlink5_system)."""
 
 
-def observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
-    """Return the Fabric Manager's state; Absent if the host has no NVSwitch, and so needs no Fabric Manager.
+def _observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> tuple[Seen[str], FabricService]:
+    """Return the Fabric Manager's state, and where to look if GPUs are not registered with their fabric.
 
-    If the host has NVSwitch, but the Fabric Manager neither has a unit nor runs without one, return Broken.
-
-    This is an inference: whether a fabric works, only the GPUs themselves know.
+    The state is Absent if the host has no NVSwitch, and so needs no Fabric Manager; Broken if the host has NVSwitch,
+    but the Fabric Manager neither has a unit nor runs without one. This is an inference: whether a fabric works, only
+    the GPUs themselves know.
     """
-    if not _shows_nvswitch(sources, nodes):
-        if not isinstance(sources.pci, tuple):
-            return Unseen(sources.pci.why)
-        managed = any(each.vendor_id == VENDOR_ID for each in sources.pci) and _manages_nvswitch(sources)
-        if managed is not True:
-            return managed or Absent("no NVSwitch")
-    state = _unit_state(sources)
-    if isinstance(state, Absent | Broken) and program_runs(sources.system, FABRIC_MANAGER):
+    system, unit = sources.system, _unit_state(sources, FABRIC_UNIT)
+    listed = nodes if isinstance(nodes, tuple) else ()
+    pci = sources.pci if isinstance(sources.pci, tuple) else ()
+    # The control node is no evidence: the module makes it even without NVSwitches (nvswitch_init, linux_nvswitch.c).
+    shown = any(node.kind is DeviceKind.NVSWITCH and node.path != SWITCH_CONTROL for node in listed) or any(
+        each.vendor_id == VENDOR_ID and each.class_id >> 8 == BRIDGE_OTHER for each in pci
+    )
+    fabric: Seen[str] = unit
+    if not shown and (without := _without_switches(sources)):
+        fabric = without
+    elif isinstance(unit, Absent | Broken) and program_runs(system, FABRIC_MANAGER):
         # The GPU Operator's driver container, for example, starts the Fabric Manager without a unit.
-        return RUNNING
-    if isinstance(state, Absent):
+        fabric = RUNNING
+    elif isinstance(unit, Absent):
         # Absent would mean that the host needs no Fabric Manager, but this host's GPUs are unusable without it.
-        return Broken(
+        fabric = Broken(
             f"this host has NVSwitch, but {FABRIC_UNIT} is not installed; install the Fabric Manager in the driver's "
             "version"
         )
-    return state
+    missing = []
+    for name in () if shown else ADAPTER_MODULES:
+        # What cannot be read is not called missing.
+        with contextlib.suppress(OSError):
+            missing += [] if system.exists(f"/sys/module/{name}") else [name]
+    state = RUNNING if fabric == RUNNING else unit
+    started = sources.started(FABRIC_UNIT) if isinstance(state, str) else 0
+    return fabric, FabricService(state, started, tuple(missing))
 
 
-def observe_fabric_service(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]], fabric: Seen[str]) -> FabricService:
-    """Return where to look if GPUs are not registered with their fabric. `fabric` is from `observe_fabric`."""
-    missing: tuple[str, ...] = ()
-    if not _shows_nvswitch(sources, nodes):
-        missing = tuple(name for name in ADAPTER_MODULES if not _is_loaded(sources.system, name))
-    state = RUNNING if fabric == RUNNING else _unit_state(sources)
-    return FabricService(state, sources.started(FABRIC_UNIT) if isinstance(state, str) else 0, missing)
+def _without_switches(sources: Sources) -> Absent | Unseen | None:
+    """Return None if a network adapter of the host manages NVSwitches; Unseen if that could not be observed.
+
+    Reading an adapter's product data takes milliseconds. So the data are read again only if the adapters have changed.
+    """
+    system, none = sources.system, Absent("no NVSwitch")
+    if not isinstance(sources.pci, tuple):
+        return Unseen(sources.pci.why)
+    if not any(each.vendor_id == VENDOR_ID for each in sources.pci):
+        return none
+    try:
+        links = [(name, system.read_link(f"{ADAPTERS}/{name}")) for name in entries_if_present(system, ADAPTERS)]
+    except OSError as error:
+        return Unseen(classify_error(ADAPTERS, error).why)
+    managed = bool(links) and sources.file_cache.get(
+        "adapters of NVSwitch",
+        # The links contain the adapters' PCI addresses, so they show whether the adapters have changed. The times of
+        # the files would not show that: sysfs makes these times up.
+        tuple(links),
+        system,
+        # A file that cannot be read counts as a file without the mark: only root may read these files, and if an
+        # adapter is broken or slow, the answer must not become unknown for a host without NVSwitch.
+        lambda _: any(
+            isinstance(text, str) and MANAGES_SWITCH in text
+            for text in read_device_texts(system, [f"{ADAPTERS}/{name}/device/vpd" for name, _ in links])
+        ),
+        lambda _: True,
+    )
+    return None if managed else none
 
 
 def fabric_cause(driver: Driver) -> str | None:
@@ -104,51 +137,8 @@ def has_unit(service: FabricService) -> bool:
     return isinstance(service.state, str) and service.state != RUNNING
 
 
-def _unit_state(sources: Sources) -> Seen[str]:
-    return sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
-
-
-def _is_loaded(system: System, module: str) -> bool:
-    """Return whether a kernel module is loaded. If that cannot be read, it is not called missing."""
-    try:
-        return system.exists(f"/sys/module/{module}")
-    except OSError:
-        return True
-
-
-def _shows_nvswitch(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> bool:
-    # The control node is no evidence: the module makes it even without NVSwitches (nvswitch_init, linux_nvswitch.c).
-    listed = nodes if isinstance(nodes, tuple) else ()
-    with_node = any(node.kind is DeviceKind.NVSWITCH and node.path != SWITCH_CONTROL for node in listed)
-    return with_node or has_nvswitch(sources.pci)
-
-
-def _manages_nvswitch(sources: Sources) -> bool | Unseen:
-    """Return whether a network adapter of the host manages NVSwitches; Unseen if the adapters could not be listed.
-
-    Reading an adapter's product data takes milliseconds. So the data are read again only if the adapters have changed.
-    """
-    system = sources.system
-    try:
-        links = [(name, system.read_link(f"{ADAPTERS}/{name}")) for name in entries_if_present(system, ADAPTERS)]
-    except OSError as error:
-        return Unseen(classify_error(ADAPTERS, error).why)
-    if not links:
-        return False
-    return sources.file_cache.get(
-        "adapters of NVSwitch",
-        # The links contain the adapters' PCI addresses, so they show whether the adapters have changed. The times of
-        # the files would not show that: sysfs makes these times up.
-        tuple(links),
-        system,
-        # A file that cannot be read counts as a file without the mark: only root may read these files, and if an
-        # adapter is broken or slow, the answer must not become unknown for a host without NVSwitch.
-        lambda _: any(
-            isinstance(text, str) and MANAGES_SWITCH in text
-            for text in read_device_texts(system, [f"{ADAPTERS}/{name}/device/vpd" for name, _ in links])
-        ),
-        lambda _: True,
-    )
+def _unit_state(sources: Sources, unit: str) -> Seen[str]:
+    return sources.units.get(unit, Unseen(f"{unit} was not observed"))
 
 
 MODULE_VERSION = "/sys/module/nvidia/version"
@@ -167,15 +157,15 @@ def observe_driver(
     sources: Sources, module: Seen[str], user_space: UserSpace, nodes: Seen[tuple[DeviceNode, ...]]
 ) -> Driver:
     """Return the driver's facts: what is loaded, installed and running."""
-    persistence = sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not observed"))
+    persistence = _unit_state(sources, PERSISTENCE_UNIT)
     # A driver from the host's packages includes the daemon's unit. If the driver is from elsewhere, such as a driver
     # container, the daemon may run without the unit. Only in that case are all processes searched for the daemon.
     elsewhere = user_space.place_name not in ("", HOST_CACHE)
     if isinstance(persistence, Absent | Broken) and elsewhere and program_runs(sources.system, PERSISTENCE_DAEMON):
         persistence = RUNNING
-    fabric = observe_fabric(sources, nodes)
     started = sources.started(PERSISTENCE_UNIT) if isinstance(persistence, str) and persistence != RUNNING else 0
-    return Driver(module, user_space, fabric, persistence, started, observe_fabric_service(sources, nodes, fabric))
+    fabric, service = _observe_fabric(sources, nodes)
+    return Driver(module, user_space, fabric, persistence, started, service)
 
 
 def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
@@ -248,22 +238,37 @@ class Parameters(Struct, frozen=True):
     mode: int = 0o666
 
 
-def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], report: Callable[[str], None]) -> None:
+def parse_parameters(text: str) -> Parameters:
+    """Parse the driver's parameters: lines of `Name: number`. DeviceFileMode is decimal (nv-procfs.c)."""
+    fields = [line.partition(":") for line in text.splitlines()]
+    values = {name.strip(): number for name, _, value in fields if (number := whole_number(value.strip())) is not None}
+    default = Parameters()
+    return Parameters(
+        values.get("ModifyDeviceFiles", 1) != 0,
+        values.get("DeviceFileUID", default.uid),
+        values.get("DeviceFileGID", default.gid),
+        values.get("DeviceFileMode", default.mode) & 0o777,
+    )
+
+
+def _make_nodes(system: System, list_gpus: Callable[[], Collection[Gpu]], report: Callable[[str], None]) -> None:
     """Make every node that is missing, or has a stale number from before the driver was reloaded.
 
     If the driver's parameters forbid user space to make nodes, only report which nodes are wrong. Raises AgentError or
     OSError.
     """
-    gpus = _with_minors(list_gpus)
+    # A GPU's minor becomes known when the driver is bound, some time after the GPU appears.
+    deadline, gpus = time.monotonic() + SETTLE, list_gpus()
+    while any(gpu.minor is None for gpu in gpus) and time.monotonic() < deadline:
+        time.sleep(POLL)
+        gpus = list_gpus()
     parameters = parse_parameters(system.read_text(PARAMETERS)) if system.exists(PARAMETERS) else Parameters()
     majors = parse_majors(system.read_text(PROC_DEVICES))
-    nodes = expected_nodes(majors, gpus, modeset=system.exists(MODESET))
-    missing = [each for each in nodes if not _exists(system, each)]
+    missing = [each for each in _expected_nodes(majors, gpus, system.exists(MODESET)) if not _exists(system, each)]
     if missing and not parameters.modify:
-        paths = ", ".join(_paths(missing))
         report(
-            f"missing, or with a stale number: {paths}; {PARAMETERS} forbids creating them (ModifyDeviceFiles: 0): use "
-            "mknod, or load the module nvidia with NVreg_ModifyDeviceFiles=1"
+            f"missing, or with a stale number: {_paths(missing)}; {PARAMETERS} forbids creating them "
+            "(ModifyDeviceFiles: 0): use mknod, or load the module nvidia with NVreg_ModifyDeviceFiles=1"
         )
         return
     failures = []
@@ -274,65 +279,31 @@ def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], report: C
                 _make(system, node, parameters)
             except AgentError as error:
                 failures.append(str(error))
-    made = [each for each in missing if _exists(system, each)]
-    if made:
-        report(f"created {', '.join(_paths(made))}")
-    not_made = [each for each in missing if each not in made]
+    not_made = [each for each in missing if not _exists(system, each)]
+    if made := [each for each in missing if each not in not_made]:
+        report(f"created {_paths(made)}")
     if not_made:
         why = "; ".join(failures) or f"{NVIDIA_MODPROBE} reported no error: see `dmesg`"
-        raise AgentError(f"cannot create {', '.join(_paths(not_made))}: {why}")
+        raise AgentError(f"cannot create {_paths(not_made)}: {why}")
 
 
-def parse_parameters(text: str) -> Parameters:
-    """Parse the driver's parameters: lines of `Name: number`. DeviceFileMode is decimal (nv-procfs.c)."""
-    values = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if (number := whole_number(value.strip())) is not None:
-            values[name.strip()] = number
-    default = Parameters()
-    return Parameters(
-        values.get("ModifyDeviceFiles", 1) != 0,
-        values.get("DeviceFileUID", default.uid),
-        values.get("DeviceFileGID", default.gid),
-        values.get("DeviceFileMode", default.mode) & 0o777,
-    )
+def _expected_nodes(majors: Mapping[str, int], gpus: Collection[Gpu], modeset: bool) -> Iterator[Node]:
+    """Yield the nodes of the drivers registered in /proc/devices. `modeset` is whether nvidia_modeset is loaded.
 
-
-def expected_nodes(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: bool) -> list[Node]:
-    """Return the nodes of the drivers registered in /proc/devices. Pure.
-
-    The fixed minors 254 and 255 are from nv-chardev-numbers.h. `modeset` is whether the module nvidia_modeset
-    is loaded.
+    The fixed minors 254 and 255 are from nv-chardev-numbers.h.
     """
-    nodes = []
     frontend = next((majors[name] for name in FRONTEND if name in majors), None)
     if frontend is not None:
-        nodes.append(Node("/dev/nvidiactl", frontend, 255, ("-c", "255")))
         minors = sorted(gpu.minor for gpu in gpus if gpu.minor is not None)
-        nodes += [Node(f"/dev/nvidia{minor}", frontend, minor, ("-c", str(minor))) for minor in minors]
+        for name, minor in (("ctl", 255), *((str(each), each) for each in minors)):
+            yield Node(f"/dev/nvidia{name}", frontend, minor, ("-c", str(minor)))
         if modeset:
             # Before 545, modeset has no line of its own in /proc/devices.
-            nodes.append(Node("/dev/nvidia-modeset", majors.get("nvidia-modeset", frontend), 254, ("-m",)))
+            yield Node("/dev/nvidia-modeset", majors.get("nvidia-modeset", frontend), 254, ("-m",))
     if "nvidia-uvm" in majors:
-        uvm = majors["nvidia-uvm"]
         # With -u, the number after -c is the minor of /dev/nvidia-uvm. The same run also makes /dev/nvidia-uvm-tools.
-        nodes += [Node("/dev/nvidia-uvm", uvm, 0, ("-u", "-c", "0"))]
-        nodes += [Node("/dev/nvidia-uvm-tools", uvm, 1, ("-u", "-c", "0"))]
-    return nodes
-
-
-def _with_minors(list_gpus: Callable[[], Sequence[Gpu]]) -> Sequence[Gpu]:
-    """Wait until the minor of every GPU is known, but at most SETTLE seconds. Return the GPUs.
-
-    A GPU's minor becomes known when the driver is bound, some time after the GPU appears.
-    """
-    deadline = time.monotonic() + SETTLE
-    while True:
-        gpus = list_gpus()
-        if all(gpu.minor is not None for gpu in gpus) or time.monotonic() >= deadline:
-            return gpus
-        time.sleep(POLL)
+        for minor, name in enumerate(("nvidia-uvm", "nvidia-uvm-tools")):
+            yield Node(f"/dev/{name}", majors["nvidia-uvm"], minor, ("-u", "-c", "0"))
 
 
 def _exists(system: System, node: Node) -> bool:
@@ -359,8 +330,8 @@ def _make(system: System, node: Node, parameters: Parameters) -> None:
         system.run("chown", f"{parameters.uid}:{parameters.gid}", node.path, timeout=LIMIT)
 
 
-def _paths(nodes: Sequence[Node]) -> list[str]:
-    return [node.path for node in nodes]
+def _paths(nodes: Iterable[Node]) -> str:
+    return ", ".join(node.path for node in nodes)
 
 
 # Loads NVIDIA's kernel modules. modprobe(8) loads each one, so that the host's modprobe.d can forbid it.
@@ -391,8 +362,7 @@ def load(
     for_nvidia = _for_nvidia(gpus)
     for address in sorted(drivers.keys() - for_nvidia.keys()):
         report(f"GPU {address} is left to its driver {drivers[address]}")
-    detached_here = sorted(detached & {gpu.pci_address for gpu in gpus})
-    if detached_here:
+    if detached_here := sorted(detached & drivers.keys()):
         names = ", ".join(detached_here)
         report(f"loading nothing while a GPU is detached ({names}); `unbounded-agent gpus attach` attaches it")
         return
@@ -412,13 +382,8 @@ def load(
     # systemd merges that start with the run in progress. So this run must make the new GPU's node.
     made: Set[str] | None = None
     while (present := _for_nvidia(_gpus(system, list_pci)).keys()) != made:
-        make_nodes(system, lambda: [*_for_nvidia(_gpus(system, list_pci)).values()], report)
+        _make_nodes(system, lambda: _for_nvidia(_gpus(system, list_pci)).values(), report)
         made = present
-
-
-def _for_nvidia(gpus: Sequence[Gpu]) -> dict[str, Gpu]:
-    """Return the GPUs that have NVIDIA's driver or none, and are not reserved for another driver, by address."""
-    return {gpu.pci_address: gpu for gpu in gpus if (gpu.driver or gpu.override) in ("", KERNEL_DRIVER)}
 
 
 def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -> tuple[Gpu, ...]:
@@ -429,39 +394,38 @@ def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -
     return listed.gpus
 
 
+def _for_nvidia(gpus: Iterable[Gpu]) -> dict[str, Gpu]:
+    """Return the GPUs that have NVIDIA's driver or none, and are not reserved for another driver, by address."""
+    return {gpu.pci_address: gpu for gpu in gpus if (gpu.driver or gpu.override) in ("", KERNEL_DRIVER)}
+
+
 def _load(system: System, module: str, report: Callable[[str], None]) -> None:
     """Load one module, if it is not loaded. Raises CommandError if modprobe fails.
 
     Raises AgentError in two more cases: because of a line in modprobe.d, modprobe succeeds without loading the module;
-    or the version of the module differs from that of the loaded driver.
+    or the version of the module on disk differs from that of the loaded driver, so that it cannot work with it.
     """
     path = f"/sys/module/{module}"
     if system.exists(path):
         return
-    _compare_versions(system, module)
+    if system.exists(MODULE_VERSION):
+        loaded = system.read_text(MODULE_VERSION).strip()
+        try:
+            on_disk = system.run("modinfo", "--field=version", module, timeout=MODINFO_LIMIT).strip()
+        except CommandError:
+            # modprobe will report a missing module.
+            on_disk = ""
+        if on_disk not in ("", loaded):
+            raise AgentError(
+                f"kernel module nvidia {loaded} is loaded, but {module} on disk has version {on_disk}",
+                "the driver was upgraded: reload its modules, or reboot the host",
+            )
     # With --use-blacklist, modprobe does not load a blacklisted module, and exits with 0.
     system.run("modprobe", "--use-blacklist", "--", module, timeout=MODPROBE_LIMIT)
     if not system.exists(path):
-        hint = (
-            f"see `modprobe --show-depends {module}` and /etc/modprobe.d/; remove that line, or load {module} by hand"
-        )
-        why = f"modprobe.d blacklists it, or has an alias or install line for {module}"
-        raise AgentError(f"kernel module {module} was not loaded: {why}", hint)
-    report(f"loaded kernel module {module}")
-
-
-def _compare_versions(system: System, module: str) -> None:
-    """Raise AgentError if the module on disk has another version than the loaded driver, and so cannot work with it."""
-    if not system.exists(MODULE_VERSION):
-        return
-    loaded = system.read_text(MODULE_VERSION).strip()
-    try:
-        on_disk = system.run("modinfo", "--field=version", module, timeout=MODINFO_LIMIT).strip()
-    except CommandError:
-        # modprobe will report a missing module.
-        return
-    if on_disk and on_disk != loaded:
         raise AgentError(
-            f"kernel module nvidia {loaded} is loaded, but {module} on disk has version {on_disk}",
-            "the driver was upgraded: reload its modules, or reboot the host",
+            f"kernel module {module} was not loaded: modprobe.d blacklists it, or has an alias or install line for "
+            f"{module}",
+            f"see `modprobe --show-depends {module}` and /etc/modprobe.d/; remove that line, or load {module} by hand",
         )
+    report(f"loaded kernel module {module}")
