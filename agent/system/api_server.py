@@ -9,8 +9,7 @@ it as JSON unless it is JSON already.
 """
 
 import base64
-import binascii
-import errno
+import contextlib
 import http.client
 import json
 import logging
@@ -19,14 +18,15 @@ import os
 import posixpath
 import random
 import re
+import select
 import socket
 import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from agent.model.conditions import Reason
 from agent.model.device import FileIdentity
@@ -37,6 +37,7 @@ from agent.system.deadlines import bounded
 from agent.system.files import System
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 HINTS: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "the kubelet's certificate or token is not accepted: see `journalctl -u kubelet`",
@@ -111,14 +112,19 @@ HTTPS_PORT = 443
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
 """Characters that a text in JSON can have, but the name of a file or server cannot: a null character, or half a
 surrogate pair."""
+CERTIFICATE_HINT = "join the node with a client certificate (TLS bootstrap) or a token file"
 NOT_SUPPORTED = {
-    "exec": "a program that provides credentials",
-    "auth-provider": "an authentication provider",
-    "username": "a password",
-    "as": "impersonation",
+    "insecure-skip-tls-verify": (
+        "skips the verification of the server's certificate",
+        "set certificate-authority",
+    ),
+    "proxy-url": ("names a proxy", "let the node reach the server directly"),
+    "exec": ("uses a program that provides credentials", CERTIFICATE_HINT),
+    "auth-provider": ("uses an authentication provider", CERTIFICATE_HINT),
+    "username": ("uses a password", CERTIFICATE_HINT),
+    "as": ("uses impersonation", CERTIFICATE_HINT),
 }
-"""Keys of a kubeconfig's `user` that the agent does not support, with their meanings."""
-
+"""Keys of a kubeconfig's cluster or user: what they mean for the agent, and what to do instead."""
 
 Material = str | bytes
 """A certificate, key or token: a file's path, or the content itself; empty if there is none."""
@@ -166,7 +172,9 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
     context = _named(where, document, "context", _text(where, document, "current-context"), "current-context")
     cluster = _named(where, document, "cluster", _text(where, context, "cluster"), "the current context's cluster")
     user = _named(where, document, "user", _text(where, context, "user"), "the current context's user")
-    _refuse(where, cluster, user)
+    for key, (meaning, hint) in NOT_SUPPORTED.items():
+        if cluster.get(key) or user.get(key):
+            raise AgentError(f"{where}: it {meaning} ({key}), which is not supported", hint)
     server = _text(where, cluster, "server")
     try:
         parts = urllib.parse.urlsplit(server)
@@ -184,35 +192,20 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
         server_name.encode("idna")
     except UnicodeError as error:
         raise DocumentError(f"{where}: key tls-server-name must be a host's name, not {server_name[:100]!a}") from error
-    directory = posixpath.dirname(where)
     kubeconfig = Kubeconfig(
         host,
         port,
         parts.path.rstrip("/"),
         server_name,
-        ca=_material(where, cluster, "certificate-authority", directory),
-        certificate=_material(where, user, "client-certificate", directory),
-        key=_material(where, user, "client-key", directory),
+        ca=_data(where, cluster, "certificate-authority") or _path(where, cluster, "certificate-authority"),
+        certificate=_data(where, user, "client-certificate") or _path(where, user, "client-certificate"),
+        key=_data(where, user, "client-key") or _path(where, user, "client-key"),
         # The file takes precedence over inline data, because the token in the file is renewed.
-        token=_path(where, user, "tokenFile", directory) or _text(where, user, "token").encode(),
+        token=_path(where, user, "tokenFile") or _text(where, user, "token").encode(),
     )
     if not (kubeconfig.certificate and kubeconfig.key) and not kubeconfig.token:
         raise DocumentError(f"{where}: the user has neither a client certificate with its key nor a token")
     return kubeconfig
-
-
-def _refuse(where: str, cluster: dict[str, Any], user: dict[str, Any]) -> None:
-    if cluster.get("insecure-skip-tls-verify"):
-        hint = "set certificate-authority"
-        raise AgentError(
-            f"{where}: it skips the verification of the server's certificate, which is not supported", hint
-        )
-    if cluster.get("proxy-url"):
-        raise AgentError(f"{where}: it names a proxy, which is not supported", "let the node reach the server directly")
-    for key, meaning in NOT_SUPPORTED.items():
-        if user.get(key):
-            hint = "join the node with a client certificate (TLS bootstrap) or a token file"
-            raise AgentError(f"{where}: it uses {meaning} ({key}), which is not supported here", hint)
 
 
 def _named(where: str, document: dict[str, Any], kind: str, name: str, key: str) -> dict[str, Any]:
@@ -238,19 +231,17 @@ def _text(where: str, document: dict[str, Any], key: str) -> str:
     return value
 
 
-def _material(where: str, entry: dict[str, Any], key: str, directory: str) -> Material:
-    """Return the certificate or key at `key`. Inline data, at `KEY-data`, takes precedence over the file."""
+def _data(where: str, entry: dict[str, Any], key: str) -> bytes:
     try:
-        data = base64.b64decode(_text(where, entry, f"{key}-data"), validate=True)
-    except (binascii.Error, ValueError) as error:
+        return base64.b64decode(_text(where, entry, f"{key}-data"), validate=True)
+    except ValueError:
         # The message leaves out the cause, which could quote a part of a key.
-        raise DocumentError(f"{where}: key {key}-data is not base64") from error
-    return data or _path(where, entry, key, directory)
+        raise DocumentError(f"{where}: key {key}-data is not base64") from None
 
 
-def _path(where: str, entry: dict[str, Any], key: str, directory: str) -> str:
+def _path(where: str, entry: dict[str, Any], key: str) -> str:
     path = _text(where, entry, key)
-    return posixpath.join(directory, path) if path else ""
+    return posixpath.join(posixpath.dirname(where), path) if path else ""
 
 
 def client_context(ca: bytes | None) -> ssl.SSLContext:
@@ -294,33 +285,24 @@ class Credentials:
         """`path` is that of the kubeconfig, which is read at the first call of `session`."""
         self._system, self._path = system, path
         self._lock = threading.Lock()
-        self._kubeconfig: Kubeconfig | None = None
         self._session: Session | None = None
         self._seen: dict[str, FileIdentity | None] = {}
-        """The identities, by path, of the kubeconfig and of the files that it names, when they were last read."""
+        """The identities of the kubeconfig and of the files that it names, taken before these were last read."""
 
     def session(self) -> Session:
         """Return the session for a new connection or request. Raises AgentError, which names the unusable file."""
         with self._lock:
-            seen = self._identities(self._seen or (self._path,))
-            if self._session is None or seen != self._seen:
+            if self._session is None or self._seen != {path: self._identity(path) for path in self._seen}:
                 self._session = None
-                if self._kubeconfig is None or seen[self._path] != self._seen.get(self._path):
-                    self._kubeconfig = self._read(self._path)
-                # The files' identities are taken before the files are read: if a file changes in between, the next call
-                # reads it again.
-                self._seen = {**self._identities(self._kubeconfig.files), self._path: seen[self._path]}
-                self._session = self._make(self._kubeconfig)
+                before = self._identity(self._path)
+                try:
+                    kubeconfig = read_kubeconfig(self._system, self._path)
+                except OSError as error:
+                    why = f"cannot read the kubelet's kubeconfig: {error.strerror}"
+                    raise AgentError(f"{self._path}: {why}") from error
+                self._seen = {self._path: before} | {path: self._identity(path) for path in kubeconfig.files}
+                self._session = self._make(kubeconfig)
             return self._session
-
-    def _read(self, path: str) -> Kubeconfig:
-        try:
-            return read_kubeconfig(self._system, path)
-        except OSError as error:
-            raise AgentError(f"{path}: cannot read the kubelet's kubeconfig: {error.strerror}") from error
-
-    def _identities(self, paths: Iterable[str]) -> dict[str, FileIdentity | None]:
-        return {path: self._identity(path) for path in paths}
 
     def _identity(self, path: str) -> FileIdentity | None:
         try:
@@ -333,49 +315,34 @@ class Credentials:
             context = client_context(self._content(kubeconfig.ca) if kubeconfig.ca else None)
             context.set_alpn_protocols(["http/1.1"])
             if kubeconfig.certificate and kubeconfig.key:
-                self._load_certificate(context, kubeconfig)
-            token = self._token(kubeconfig.token)
-        except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
+                # By way of files in memory: OpenSSL takes them only from files, and could block while it reads the
+                # original ones.
+                with contextlib.ExitStack() as stack:
+                    places = []
+                    for material in (kubeconfig.certificate, kubeconfig.key):
+                        file = stack.enter_context(open(os.memfd_create("tls", os.MFD_CLOEXEC), "wb", buffering=0))
+                        file.write(self._content(material))
+                        places.append(f"/proc/self/fd/{file.fileno()}")
+                    context.load_cert_chain(places[0], places[1], _no_password)
+            token = self._content(kubeconfig.token).decode("ascii").strip()
+        except (ssl.SSLError, ValueError) as error:
             files = ", ".join(kubeconfig.files) or "inline data"
             reason = getattr(error, "reason", None) or "not PEM"
             raise AgentError(f"{self._path}: a certificate, key or token is unusable ({reason}): {files}") from None
         except OSError as error:
             # For example, there may be no memory or file descriptor left.
             raise AgentError(f"{self._path}: cannot load its credentials: {error.strerror}") from error
-        return Session(kubeconfig, context, {"Authorization": f"Bearer {token}"} if token else {})
-
-    def _load_certificate(self, context: ssl.SSLContext, kubeconfig: Kubeconfig) -> None:
-        """Load certificate and key by way of files in memory.
-
-        OpenSSL takes them only from files, and could block while it reads the original files.
-        """
-        descriptors = [os.memfd_create("tls", os.MFD_CLOEXEC) for _ in range(2)]
-        try:
-            for descriptor, material in zip(descriptors, (kubeconfig.certificate, kubeconfig.key), strict=True):
-                os.write(descriptor, self._content(material))
-            certificate, key = (f"/proc/self/fd/{each}" for each in descriptors)
-            context.load_cert_chain(certificate, key, password=_no_password)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-    def _token(self, material: Material) -> str:
-        """Return the token; empty if there is none.
-
-        Raises UnicodeDecodeError, or an AgentError that does not quote the token.
-        """
-        token = self._content(material).decode("ascii").strip() if material else ""
         # http.client refuses headers with line breaks, and its error would quote the token.
         if " " in token or not token.isprintable():
-            where = material if isinstance(material, str) else f"{self._path}: key token"
+            where = kubeconfig.token if isinstance(kubeconfig.token, str) else f"{self._path}: key token"
             raise AgentError(
                 f"{where}: the token has a space, a line break or a control character", "write it there on one line"
             )
-        return token
+        return Session(kubeconfig, context, {"Authorization": f"Bearer {token}"} if token else {})
 
     def _content(self, material: Material) -> bytes:
-        if isinstance(material, bytes):
-            return material
+        if isinstance(material, bytes) or not material:
+            return material or b""
         try:
             return self._system.read(material, SIZE_LIMIT)
         except OSError as error:
@@ -400,10 +367,14 @@ WATCH_LIMIT = 300
 """Seconds after which the server ends a watch, so that the next one uses current credentials."""
 WATCH_MARGIN = 30.0
 """How many seconds longer than WATCH_LIMIT a watch may last."""
-UNANSWERED_LIMIT = 20_000
-"""Milliseconds after which TCP gives up on a peer that acknowledges nothing (TCP_USER_TIMEOUT in tcp(7))."""
-CLOSED_BY_SERVER = (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected, ssl.SSLEOFError)
-"""Errors that a request can end with if it uses an idle connection that the server has closed."""
+SOCKET_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),
+)
+"""With these, TCP gives up on a peer that acknowledges nothing for 20 s (tcp(7))."""
 
 
 class ApiClient:
@@ -412,7 +383,7 @@ class ApiClient:
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self._lock = threading.Lock()
-        self._idle: list[tuple[float, Session, _Connection]] = []
+        self._idle: list[tuple[float, _Connection]] = []
         self._closed = False
 
     def get(self, path: str, **parameters: str) -> dict[str, Any]:
@@ -424,31 +395,20 @@ class ApiClient:
 
         `content` is sent as JSON, with PATCH as a strategic merge patch; None means no body.
         """
-        session, connection, reused = self._connection()
-        what = f"{method} {path.partition('?')[0]}"
-        deadline = time.monotonic() + REQUEST_LIMIT
-        try:
-            connection.set_deadline(deadline)
-            try:
-                response = _send(connection, session, method, path, content)
-            except CLOSED_BY_SERVER:
-                # If the connection was an idle one, send the request again, once. That is safe even if the server has
-                # already served the request: a slice is written with a resourceVersion or a fixed name, so a second
-                # write fails with a conflict, and a second patch, or eviction of a pod, changes nothing.
+        what, connection = f"{method} {path.partition('?')[0]}", self._connection()
+
+        def ask() -> tuple[http.client.HTTPResponse, bytes]:
+            response = connection.ask(method, path, content)
+            return response, response.read(ANSWER_LIMIT + 1)
+
+        response, body = connection.bounded(what, ask)
+        with self._lock:
+            if response.isclosed() and not (response.will_close or self._closed) and len(self._idle) < IDLE_CONNECTIONS:
+                self._idle.append((time.monotonic(), connection))
+            else:
                 connection.close()
-                if not reused:
-                    raise
-                connection = _Connection(session)
-                connection.set_deadline(deadline)
-                response = _send(connection, session, method, path, content)
-            body = _bounded(response.read(ANSWER_LIMIT + 1), what)
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise _no_answer(what, session, error) from error
-        except BaseException:
-            connection.close()
-            raise
-        self._keep(session, connection, response)
+        if len(body) > ANSWER_LIMIT:
+            raise ApiError(what, f"the answer has more than {ANSWER_LIMIT} bytes")
         if response.status >= 300:
             raise api_error(what, response.status, body)
         return _object(what, body)
@@ -460,19 +420,20 @@ class ApiClient:
         what `get` raises, and OutdatedError if the server no longer has the events after `version`.
         """
         query = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_LIMIT), **parameters}
-        session, what = self._credentials.session(), f"watch {path}"
-        connection = _Connection(session)
+        what, connection = f"watch {path}", _Connection(self._credentials.session())
+        place = _with_query(path, query | {"resourceVersion": version})
+        response = connection.bounded(what, lambda: connection.ask("GET", place, None))
+        end = time.monotonic() + WATCH_LIMIT + WATCH_MARGIN
         try:
-            connection.set_deadline(time.monotonic() + REQUEST_LIMIT)
-            response = _send(connection, session, "GET", _with_query(path, query | {"resourceVersion": version}), None)
             if response.status >= 300:
                 raise api_error(what, response.status, response.read(ANSWER_LIMIT))
-            connection.set_deadline(time.monotonic() + WATCH_LIMIT + WATCH_MARGIN)
             yield {}
-            while line := _bounded(response.readline(ANSWER_LIMIT + 1), what):
+            while connection.wait_until(end) and (line := response.readline(ANSWER_LIMIT + 1)):
+                if len(line) > ANSWER_LIMIT:
+                    raise ApiError(what, f"an event has more than {ANSWER_LIMIT} bytes")
                 yield _event(what, line)
         except (OSError, http.client.HTTPException) as error:
-            raise _no_answer(what, session, error) from error
+            raise connection.failure(what, error) from error
         finally:
             connection.close()
 
@@ -481,101 +442,103 @@ class ApiClient:
         with self._lock:
             self._closed = True
             while self._idle:
-                self._idle.pop()[2].close()
+                self._idle.pop()[1].close()
 
-    def _connection(self) -> "tuple[Session, _Connection, bool]":
-        """Return the session, a connection that belongs to it, and whether that connection was used before."""
+    def _connection(self) -> "_Connection":
+        """Return an idle connection that can still be used, or a new one."""
         session = self._credentials.session()
         with self._lock:
             while self._idle:
-                since, opened_by, connection = self._idle.pop()
-                if opened_by is session and time.monotonic() - since < IDLE_LIMIT:
-                    return session, connection, True
+                since, connection = self._idle.pop()
+                fresh = time.monotonic() - since < IDLE_LIMIT
+                if fresh and connection.session is session and connection.is_quiet():
+                    return connection
                 connection.close()
-        return session, _Connection(session), False
-
-    def _keep(self, session: Session, connection: "_Connection", response: http.client.HTTPResponse) -> None:
-        with self._lock:
-            reusable = response.isclosed() and not response.will_close and not self._closed
-            if reusable and len(self._idle) < IDLE_CONNECTIONS:
-                self._idle.append((time.monotonic(), session, connection))
-            else:
-                connection.close()
-
-
-class _Deadline:
-    """When a request or watch must have ended, by time.monotonic(). One connection serves one after the other."""
-
-    at = math.inf
-
-    def remaining(self) -> float:
-        """Return the seconds that are left. Raises TimeoutError if there are none."""
-        left = self.at - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        return left
-
-
-class _Socket(ssl.SSLSocket):
-    """A socket whose reads and writes end at a deadline, however often its peer sends a byte."""
-
-    deadline: _Deadline | None = None
-
-    def _limit(self) -> None:
-        if self.deadline is not None:
-            self.settimeout(self.deadline.remaining())
-
-    # These are the methods that http.client and io.BufferedReader call.
-
-    def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:  # noqa: ANN401
-        self._limit()
-        return super().recv_into(buffer, nbytes, flags)
-
-    def send(self, data: Any, flags: int = 0) -> int:  # noqa: ANN401
-        # ssl.SSLSocket.sendall calls it for each part.
-        self._limit()
-        return super().send(data, flags)
+        return _Connection(session)
 
 
 class _Connection(http.client.HTTPSConnection):
-    """A connection that notices a peer that no longer answers, or answers too slowly.
-
-    The server's certificate must have the name that the kubeconfig gives the server.
-    """
+    """A connection to the server, whose certificate must have the name that the kubeconfig gives the server."""
 
     def __init__(self, session: Session) -> None:
         kubeconfig = session.kubeconfig
-        super().__init__(kubeconfig.host, kubeconfig.port, context=session.context)
-        self._session, self._deadline = session, _Deadline()
+        super().__init__(kubeconfig.host, kubeconfig.port, timeout=REQUEST_LIMIT, context=session.context)
+        self.session = session
+        self._socket: socket.socket | None = None
         self._response: http.client.HTTPResponse | None = None
         """The last answer. It keeps the socket open until it is closed itself."""
 
-    def set_deadline(self, deadline: float) -> None:
-        """Set when the current request or watch must have ended, by time.monotonic()."""
-        self._deadline.at = deadline
-
     def connect(self) -> None:
-        plain = self._connected()
-        try:
-            plain.settimeout(self._deadline.remaining())
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_LIMIT)
-            name = self._session.kubeconfig.server_name
-            self._session.context.sslsocket_class = _Socket
-            wrapped = self._session.context.wrap_socket(plain, server_hostname=name)
-            assert isinstance(wrapped, _Socket)
-            wrapped.deadline = self._deadline
-            self.sock = wrapped
-        except BaseException:
-            plain.close()
-            raise
+        http.client.HTTPConnection.connect(self)
+        for option in SOCKET_OPTIONS:
+            self.sock.setsockopt(*option)
+        name = self.session.kubeconfig.server_name
+        self._socket = self.sock = self.session.context.wrap_socket(self.sock, server_hostname=name)
 
-    def getresponse(self) -> http.client.HTTPResponse:
-        self._response = super().getresponse()
+    def bounded(self, what: str, ask: Callable[[], T]) -> T:
+        """Return what `ask` returns within REQUEST_LIMIT, however often the server sends a byte. Raises ApiError.
+
+        After an error, the connection is closed.
+        """
+
+        complete = late = False
+
+        def run() -> T:
+            nonlocal complete
+            try:
+                answer = ask()
+                complete = not late
+                return answer
+            finally:
+                if not complete:
+                    self.close()
+
+        try:
+            return bounded(what, run, REQUEST_LIMIT)
+        except (OSError, http.client.HTTPException) as error:
+            late = True
+            if isinstance(error, TimeoutError) and self._socket is not None:
+                # Not closed here: this ends the call that still waits, and that closes the connection.
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            raise self.failure(what, error) from error
+
+    def ask(self, method: str, path: str, content: object) -> http.client.HTTPResponse:
+        """Send a request, and return the answer's head. Raises OSError or HTTPException."""
+        headers = {"Accept": "application/json", "User-Agent": "unbounded-agent", **self.session.headers}
+        body = None
+        if content is not None:
+            kind = "strategic-merge-patch+json" if method == "PATCH" else "json"
+            body, headers["Content-Type"] = json.dumps(content).encode(), f"application/{kind}"
+        self.request(method, self.session.kubeconfig.prefix + path, body, headers)
+        self._response = self.getresponse()
         return self._response
+
+    def is_quiet(self) -> bool:
+        """Return whether the server has neither closed the idle connection nor sent anything."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return not poll.poll(0)
+
+    def wait_until(self, end: float) -> bool:
+        """Let the next reading last until `end` at most. Raises TimeoutError if that has passed."""
+        left = end - time.monotonic()
+        if left <= 0 or self._socket is None:
+            raise TimeoutError
+        self._socket.settimeout(left)
+        return True
+
+    def failure(self, what: str, error: Exception) -> ApiError:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        where = f"https://{host}:{self.port}"
+        if isinstance(error, ssl.SSLCertVerificationError):
+            problem = f"the certificate of {where} is not accepted: {error.verify_message}"
+            return ApiError(what, problem, hint="see the certificate authority in the kubelet's kubeconfig")
+        if isinstance(error, ssl.SSLError):
+            return ApiError(what, f"the TLS connection to {where} failed: {error.reason or error}")
+        late = isinstance(error, TimeoutError)
+        cause = "timed out" if late else getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return ApiError(what, f"no answer from {where}: {cause}")
 
     def close(self) -> None:
         super().close()
@@ -583,47 +546,9 @@ class _Connection(http.client.HTTPSConnection):
         if self._response is not None:
             self._response.close()
 
-    def _connected(self) -> socket.socket:
-        """Return a TCP connection to one of the server's addresses. Raises OSError."""
-        # Looking up a name cannot be ended, only be abandoned.
-        addresses = bounded(
-            f"look up {self.host}",
-            lambda: socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM),
-            self._deadline.remaining(),
-        )
-        failed = OSError(errno.EADDRNOTAVAIL, "its name has no address")
-        for family, kind, protocol, _, address in addresses:
-            plain = socket.socket(family, kind, protocol)
-            try:
-                plain.settimeout(self._deadline.remaining())
-                plain.connect(address)
-                return plain
-            except OSError as error:
-                plain.close()
-                failed = error
-        raise failed
-
-
-def _send(
-    connection: http.client.HTTPSConnection, session: Session, method: str, path: str, content: object
-) -> http.client.HTTPResponse:
-    headers = {"Accept": "application/json", "User-Agent": "unbounded-agent", **session.headers}
-    body = None
-    if content is not None:
-        kind = "strategic-merge-patch+json" if method == "PATCH" else "json"
-        body, headers["Content-Type"] = json.dumps(content).encode(), f"application/{kind}"
-    connection.request(method, session.kubeconfig.prefix + path, body, headers)
-    return connection.getresponse()
-
 
 def _with_query(path: str, parameters: Mapping[str, str]) -> str:
     return f"{path}?{urllib.parse.urlencode(parameters)}" if parameters else path
-
-
-def _bounded(data: bytes, what: str) -> bytes:
-    if len(data) > ANSWER_LIMIT:
-        raise ApiError(what, f"the answer has more than {ANSWER_LIMIT} bytes")
-    return data
 
 
 def _object(what: str, data: bytes) -> dict[str, Any]:
@@ -645,19 +570,6 @@ def _event(what: str, line: bytes) -> dict[str, Any]:
         error = api_error(what, code if isinstance(code, int) else 0, json.dumps(status).encode())
         raise error if isinstance(error, OutdatedError) else ApiError(what, error.message, error.status)
     return event
-
-
-def _no_answer(what: str, session: Session, error: Exception) -> AgentError:
-    kubeconfig = session.kubeconfig
-    host = f"[{kubeconfig.host}]" if ":" in kubeconfig.host else kubeconfig.host
-    where = f"https://{host}:{kubeconfig.port}"
-    if isinstance(error, ssl.SSLCertVerificationError):
-        problem = f"the certificate of {where} is not accepted: {error.verify_message}"
-        return ApiError(what, problem, hint="see the certificate authority in the kubelet's kubeconfig")
-    if isinstance(error, ssl.SSLError):
-        return ApiError(what, f"the TLS connection to {where} failed: {error.reason or error}")
-    cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return ApiError(what, f"no answer from {where}: {cause}")
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
