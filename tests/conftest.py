@@ -30,17 +30,6 @@ def never_wait_for_the_disk() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def trust_files_soon() -> Iterator[None]:
-    """A search of the driver's files is reused only 2 s after their last change, and the files of tests are newer.
-
-    The kernel's clock for the times of files on ext4, xfs and tmpfs ticks at least each 10 ms.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agent.system.trust.FRESH", 0.02)
-        yield
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock, from now on, of whatever waits in this process."""

@@ -269,7 +269,7 @@ class Checkpoint:
         If this process crashes, the file has the new content. If the kernel crashes, the new content may be lost, but
         then no pod is left running. The next call of `sync` makes the file durable.
         """
-        self._system.write_quickly(CHECKPOINT, render_checkpoint(claims), mode=0o600)
+        self._system.stream(CHECKPOINT, (render_checkpoint(claims),), 0o600, durable=False)
         self._durable = False
         self._changed()
 

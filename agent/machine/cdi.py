@@ -107,7 +107,7 @@ def _write(context: Context, path: str, text: bytes) -> None:
     context.owned.claim(path)
     # The name of the temporary file, which is in the same directory, does not end in .yaml or .json. So runtimes do not
     # read it. If they did, devices that are in both files would be unusable.
-    context.system.write_quickly(path, text)
+    context.system.stream(path, (text,), durable=False)
     context.unsynced.append(path)
 
 

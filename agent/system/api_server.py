@@ -174,7 +174,7 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
     user = _named(where, document, "user", _text(where, context, "user"), "the current context's user")
     for key, (meaning, hint) in NOT_SUPPORTED.items():
         if cluster.get(key) or user.get(key):
-            raise AgentError(f"{where}: it {meaning} ({key}), which is not supported", hint)
+            raise AgentError(f"{where}: it {meaning} ({key}), which is not supported here", hint)
     server = _text(where, cluster, "server")
     try:
         parts = urllib.parse.urlsplit(server)

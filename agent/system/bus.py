@@ -26,12 +26,23 @@ NO_OWNER = (f"{DRIVER}.Error.NameHasNoOwner", f"{DRIVER}.Error.ServiceUnknown")
 ANSWERS = (MessageType.method_return, MessageType.error)
 
 
+class _TooLargeError(OSError):
+    """A message exceeds REPLY_LIMIT."""
+
+
 class SystemBus:
-    """A Bus that keeps its connection between calls, and connects again after the connection broke. Not thread-safe."""
+    """A Bus that keeps its connection between calls, and connects again after the connection broke. Not thread-safe.
+
+    With dbus-broker, any user of the host may send replies, and signals that look like replies. So a call goes to the
+    unique name of a service's owner, which no other connection ever gets, and only a reply from that name is accepted.
+    """
 
     def __init__(self, path: str = SOCKET) -> None:
         self._path = path
-        self._connection: _Connection | None = None
+        self._socket: socket.socket | None = None
+        self._parser, self._serials = Parser(), count(1)
+        self._owners: dict[str, str] = {}
+        """The unique name of each service's owner, by the service's name."""
 
     def __call__(
         self, service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
@@ -39,7 +50,7 @@ class SystemBus:
         interface, _, member = method.rpartition(".")
         call = new_method_call(DBusAddress(path, service, interface), member, signature or None, arguments)
         try:
-            reply = self._reply(call, time.monotonic() + timeout)
+            reply = self._reply(service, call, time.monotonic() + timeout)
         except OSError as error:
             raise BusError(f"{method} of {service} on {self._path}: {error.strerror or error}", HINT) from error
         if reply.header.message_type is not MessageType.method_return:
@@ -50,104 +61,63 @@ class SystemBus:
 
     def close(self) -> None:
         """Disconnect. The next call connects again."""
-        if self._connection:
-            self._connection.close()
-        self._connection = None
+        if self._socket:
+            self._socket.close()
+        self._socket = None
 
-    def _reply(self, call: Message, deadline: float) -> Message:
-        if self._connection:
-            try:
-                return self._exchange(self._connection, call, deadline)
-            except (ConnectionError, _TooLargeError):
-                # The bus has restarted since the last call, or a process has flooded this connection: any user of the
-                # host may send signals to any connection. Try again with a new connection.
-                pass
-        self._connection = _Connection(self._path, deadline)
-        return self._exchange(self._connection, call, deadline)
-
-    def _exchange(self, connection: "_Connection", call: Message, deadline: float) -> Message:
+    def _reply(self, service: str, call: Message, deadline: float) -> Message:
+        was_connected = self._socket is not None
         try:
-            return connection.exchange(call, deadline)
-        except BaseException:
+            if not was_connected:
+                self._connect(deadline)
+            return self._exchange(service, call, deadline)
+        except BaseException as error:
             # Disconnect. Otherwise, the next call could receive the late reply to this call, or the rest of that reply.
             self.close()
+            # The bus has restarted since the last call, or a process has flooded this connection: any user of the host
+            # may send signals to any connection. Try again with a new connection.
+            if was_connected and isinstance(error, (ConnectionError, _TooLargeError)):
+                return self._reply(service, call, deadline)
             raise
 
-
-class _TooLargeError(OSError):
-    """A message exceeds REPLY_LIMIT."""
-
-
-class _UnreadableError(Exception):
-    """A message has a value that jeepney cannot read, such as one of type UNIX_FD. Any user of the host can send it."""
-
-
-class _Connection:
-    """One connection, which has sent Hello. Raises OSError, including when the data received is not D-Bus."""
-
-    def __init__(self, path: str, deadline: float) -> None:
+    def _connect(self, deadline: float) -> None:
+        """Connect, and send Hello. Raises OSError."""
         try:
-            self._socket: socket.socket = prep_socket(path, timeout=_seconds_until(deadline))
+            self._socket = prep_socket(self._path, timeout=_seconds_until(deadline))
         except OSError:
             raise
         except Exception as error:
             raise OSError(errno.EPROTO, f"not authenticated: {error}") from error
-        self._parser, self._serials = Parser(), count(1)
-        self._owners = {DRIVER: DRIVER}
-        """The unique name of each service's owner, by the service's name. The bus's own unique name is DRIVER."""
-        try:
-            self.exchange(message_bus.Hello(), deadline)
-        except BaseException:
-            self.close()
-            raise
+        self._parser, self._serials, self._owners = Parser(), count(1), {}
+        self._send(message_bus.Hello(), DRIVER, deadline)
 
-    def close(self) -> None:
-        self._socket.close()
-
-    def exchange(self, call: Message, deadline: float) -> Message:
-        """Return the reply from the owner of the called name, or the bus's error if the name has no owner.
-
-        With dbus-broker, any user of the host may send replies, and signals that look like replies. So the call goes to
-        the owner's unique name, which no other connection ever gets, and only a reply from that name is accepted.
-        """
-        service = str(call.header.fields[HeaderFields.destination])
+    def _exchange(self, service: str, call: Message, deadline: float) -> Message:
+        """Return the reply from the service's owner, or the bus's error. If it has no owner yet, start the service."""
         owner_was_known = service in self._owners
-        reply = self._call_owner(service, call, deadline)
-        if owner_was_known and _unreachable(reply):
+        while True:
+            if service not in self._owners:
+                reply = self._send(message_bus.GetNameOwner(service), DRIVER, deadline)
+                if _unreachable(reply):
+                    reply = self._send(message_bus.StartServiceByName(service), DRIVER, deadline)
+                    if not _error_name(reply):
+                        reply = self._send(message_bus.GetNameOwner(service), DRIVER, deadline)
+                if _error_name(reply):
+                    return reply
+                self._owners[service] = str(reply.body[0])
+            call.header.fields[HeaderFields.destination] = self._owners[service]
+            reply = self._send(call, self._owners[service], deadline)
+            if not owner_was_known or not _unreachable(reply):
+                return reply
             # The recorded owner has left the bus, so nothing received the call. The name may have a new owner.
             del self._owners[service]
-            reply = self._call_owner(service, call, deadline)
-        return reply
-
-    def _call_owner(self, service: str, call: Message, deadline: float) -> Message:
-        refusal = self._find_owner(service, deadline)
-        if refusal:
-            return refusal
-        call.header.fields[HeaderFields.destination] = self._owners[service]
-        return self._send(call, self._owners[service], deadline)
-
-    def _find_owner(self, service: str, deadline: float) -> Message | None:
-        """Record the unique name of a service's owner. If the service has no owner yet, start the service.
-
-        Return None if the name is recorded; otherwise the error with which the bus answered.
-        """
-        if service in self._owners:
-            return None
-        reply = self._send(message_bus.GetNameOwner(service), DRIVER, deadline)
-        if _unreachable(reply):
-            reply = self._send(message_bus.StartServiceByName(service), DRIVER, deadline)
-            if not _error_name(reply):
-                reply = self._send(message_bus.GetNameOwner(service), DRIVER, deadline)
-        if _error_name(reply):
-            return reply
-        self._owners[service] = str(reply.body[0])
-        return None
+            owner_was_known = False
 
     def _send(self, call: Message, sender: str, deadline: float) -> Message:
         """Send the call, and return the reply from `sender` or the bus's error. Other messages are dropped.
 
-        Raises OSError.
+        Raises OSError, including when the data received is not D-Bus.
         """
+        assert self._socket
         # `received` counts the bytes since the last complete message, not those of the whole call: anybody may send any
         # number of signals before the reply comes.
         serial, received = next(self._serials), 0
@@ -155,8 +125,14 @@ class _Connection:
         self._socket.sendall(call.serialise(serial=serial))
         while True:
             try:
-                message = self._next_message()
-            except _UnreadableError:
+                message: Any = self._parser.get_next_message()
+            except Exception as error:
+                # jeepney raises any exception that a malformed message causes.
+                if self._parser.next_msg_size is None:
+                    raise OSError(errno.EBADMSG, f"not a D-Bus message: {error!r}"[:200]) from error
+                # A value that jeepney cannot read, such as one of type UNIX_FD; any user of the host can send it. The
+                # whole message has left jeepney's buffer, so the next one can be read.
+                self._parser.next_msg_size = None
                 received = 0
                 continue
             if message is None:
@@ -172,19 +148,6 @@ class _Connection:
                 return message
             else:
                 received = 0
-
-    def _next_message(self) -> Message | None:
-        """Return the next message; None if more data must be received first. Raises OSError, or _UnreadableError."""
-        try:
-            message: Any = self._parser.get_next_message()
-        except Exception as error:
-            # jeepney raises any exception that a malformed message causes.
-            if self._parser.next_msg_size is not None:
-                # jeepney has taken the whole message from its buffer, so the next message can be read.
-                self._parser.next_msg_size = None
-                raise _UnreadableError from error
-            raise OSError(errno.EBADMSG, f"not a D-Bus message: {error!r}"[:200]) from error
-        return message
 
 
 def _error_name(message: Message) -> str:

@@ -1,6 +1,7 @@
 """All access to files, processes and the system bus.
 
-Every path is below a root prefix, so that tests can observe recorded hosts.
+Every path is below a root prefix, so that tests can observe recorded hosts. A failed observation raises OSError: it is
+never taken for "no" or "absent".
 """
 
 import contextlib
@@ -13,8 +14,8 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Self
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 from agent.model.device import DeviceNumber, FileIdentity
 from agent.model.errors import BusError
@@ -33,29 +34,36 @@ from agent.system.opening import (
 )
 from agent.system.process import ENVIRONMENT, Bus, Runner, run_checked
 
-# Observes paths below a root prefix, so that tests can observe recorded hosts.
-#
-# A failed observation raises OSError. It is never taken for "no" or "absent".
-
+if TYPE_CHECKING:
+    # Not imported at run time, because the machine half copies nothing.
+    from agent.system.copy import Copies
 
 LINK_OF_PROCESS = re.compile(r"/proc/[0-9]+/")
 """Matches the start of the path of a link below the directory of a process, such as /proc/1/root (proc(5))."""
 LINK_LIMIT = 40
 """Symbolic links that are followed in one path, like the kernel's MAXSYMLINKS."""
+OWN_DIRECTORIES = (f"{STATE}/", f"{RUNTIME}/")
+"""Prefixes of paths at which only the agent's files belong."""
+READ_LIMIT = 1 << 20
+"""Bytes of the largest file that is read, unless the caller gives a limit."""
+NEW = ".unbounded-agent-new"
+"""Suffix of a temporary file's name. Content is first written to this file, which then replaces the real file."""
+UCRED_SIZE = 12
+"""Bytes of struct ucred: three 32-bit numbers (linux/socket.h)."""
+BUS_LIMIT = 10.0
+"""Seconds for an answer on the system bus: PID 1 does not answer while it reloads its units."""
+
+# Groups of errno values (errno(3)).
 
 NONEXISTENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""errno values of stat(2) for a path where nothing exists or can exist."""
-
-
-class Access(NamedTuple):
-    """An access to a path."""
-
-    path: str
-    """The whole path, with the root prefix."""
-    follow: bool
-    """Whether a link in the last component is followed."""
-    inside: bool
-    """Whether the content or the ACL of a directory is read. Otherwise, only its type, mode and owner matter."""
+"""Of stat(2), for a path where nothing exists or can exist."""
+NOT_FOUND = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO})
+"""ENODEV: a sysfs or procfs file whose device disappeared between open(2) and read(2)."""
+UNUSABLE = frozenset({errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG})
+"""The file exists, but has the wrong type or size; or its path is too long, or has too many links."""
+NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE)
+"""Of connect(2): no process listens, or the file is not a socket (ECONNREFUSED); the listener's queue is full (EAGAIN);
+or the socket has another type (EPROTOTYPE)."""
 
 
 def _link_text(place: str) -> str | None:
@@ -67,33 +75,11 @@ def _link_text(place: str) -> str | None:
         raise
 
 
-if TYPE_CHECKING:
-    # Not imported at run time, because the machine half copies nothing.
-    from agent.system.copy import Copies
-
-OWN_DIRECTORIES = (f"{STATE}/", f"{RUNTIME}/")
-"""Prefixes of paths at which only the agent's files belong."""
-READ_LIMIT = 1 << 20
-"""Bytes of the largest file that is read, unless the caller gives a limit."""
-NEW = ".unbounded-agent-new"
-"""Suffix of a temporary file's name. Content is first written to this file, which then replaces the real file."""
-NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE)
-"""Errors of connect(2): no process listens, or the file is not a socket (ECONNREFUSED); the listener's queue is full
-(EAGAIN); or the socket has another type (EPROTOTYPE)."""
-UCRED_SIZE = 12
-"""Bytes of struct ucred: three 32-bit numbers (linux/socket.h)."""
-BUS_LIMIT = 10.0
-"""Seconds for an answer on the system bus: PID 1 does not answer while it reloads its units."""
-
-
 class System:
     """Files below `root`, programs through `runner`, services through `bus`. Raises OSError as the system calls do.
 
     Paths are absolute. They are relative to `root`, and so are absolute links.
     """
-
-    _note: Callable[[Access], None] | None = None
-    """Called with each access; see `noting`."""
 
     def __init__(
         self, runner: Runner, root: str = "/", bus: Bus | None = None, tool_runner: Runner | None = None
@@ -103,7 +89,7 @@ class System:
 
     def below(self, directory: str) -> Self:
         """Return a copy of this object with `directory` as its root. No link leads out of that root. Raises OSError."""
-        root = self._noted(self._below_root(self._resolve(directory)), follow=False)
+        root = self._below_root(self._resolve(directory))
         os.lstat(root)
         inner = copy.copy(self)
         inner.root = root.rstrip("/") or "/"
@@ -119,11 +105,87 @@ class System:
             raise NotADirectoryError(errno.ENOTDIR, "a symbolic link", directory)
         return self.below(directory)
 
-    def noting(self, note: Callable[[Access], None]) -> Self:
-        """Return a copy of this object that calls `note` before each access."""
-        inner = copy.copy(self)
-        inner._note = note
-        return inner
+    def _below_root(self, path: str) -> str:
+        return path if self.root == "/" else self.root + path
+
+    def _at(self, path: str, *, follow: bool = True) -> str:
+        """Return the path with the root prefix, and with links resolved below the root.
+
+        Without `follow`, a link in the last component stays. If the root is /, the path is returned unchanged.
+        """
+        if self.root == "/":
+            return path
+        if follow:
+            return self._below_root(self._resolve(path))
+        return self._below_root(os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path)))
+
+    def _resolve(self, path: str, *, of_processes: bool = True) -> str:
+        """Return the path with links resolved; absolute links lead to a path below the root. The path need not exist.
+
+        Without `of_processes`, raises OSError (EXDEV) for links such as /proc/PID/root.
+        """
+        # This is the innermost loop of each pass, so readlink is its only system call for a component.
+        prefix = "" if self.root == "/" else self.root
+        done, remaining, links = "", [part for part in reversed(path.split("/")) if part], 0
+        while remaining:
+            part = remaining.pop()
+            if part in (".", ".."):
+                done = done.rpartition("/")[0] if part == ".." else done
+                continue
+            here = f"{done}/{part}"
+            try:
+                target = os.readlink(prefix + here)
+            except OSError:
+                done = here
+                continue
+            links += 1
+            if not of_processes and LINK_OF_PROCESS.match(here):
+                raise OSError(errno.EXDEV, "leads through /proc to files of another process", path)
+            if links > LINK_LIMIT:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            remaining += [each for each in reversed(target.split("/")) if each]
+            done = "" if target.startswith("/") else done
+        return done or "/"
+
+    # ---- programs and services
+
+    def run(self, *argv: str, timeout: float = 30.0) -> str:
+        """Run a program and return its standard output. Raises CommandError if it fails."""
+        return run_checked(self._runner, argv, timeout)
+
+    def run_tool(self, *argv: str, timeout: float) -> str:
+        """Run a program that may use proxies and write files of any size, and is killed if this process dies."""
+        return run_checked(self._tool_runner, argv, timeout)
+
+    def find_program(self, name: str) -> str | None:
+        """Return the path of the program that `run` would start by that name; None if there is none."""
+        places = (f"{directory}/{name}" for directory in ENVIRONMENT["PATH"].split(":"))
+        return next((path for path in places if self.exists(path) and os.access(self._at(path), os.X_OK)), None)
+
+    def call(
+        self, service: str, path: str, method: str, *arguments: object, signature: str = "", timeout: float = BUS_LIMIT
+    ) -> tuple[object, ...]:
+        """Call a method on the system bus and return its result. Raises BusError.
+
+        Without a signature, all arguments are strings.
+        """
+        if self._bus is None:
+            raise BusError(f"{method} of {service}: no connection to the system bus")
+        return self._bus(service, path, method, signature or "s" * len(arguments), arguments, timeout)
+
+    # ---- what exists
+
+    def _status(self, path: str, *, follow: bool = True) -> os.stat_result | None:
+        """Return the status; None if the path does not exist. Raises OSError if that is unknown."""
+        try:
+            return os.stat(self._at(path, follow=follow), follow_symlinks=follow)
+        except ValueError:
+            # A path from a configuration or a document may contain a null character, which no file name has.
+            return None
+        except OSError as error:
+            if error.errno in NONEXISTENT:
+                return None
+            raise
 
     def exists(self, path: str) -> bool:
         """Return whether the path exists. A dangling link exists."""
@@ -157,11 +219,8 @@ class System:
         return _link_text(self._at(path, follow=False))
 
     def links(self, path: str) -> dict[str, str | None]:
-        """Return what `read_link` returns for each entry of a directory, by name.
-
-        Each link takes one system call; other entries take none.
-        """
-        with os.scandir(self._noted(self._at(path), follow=True, inside=True)) as entries:
+        """Return what `read_link` returns for each entry of a directory, by name, with no system call but for links."""
+        with os.scandir(self._at(path)) as entries:
             return {entry.name: _link_text(entry.path) if entry.is_symlink() else None for entry in entries}
 
     def real_path(self, path: str) -> str:
@@ -170,7 +229,7 @@ class System:
         Raises OSError (EXDEV) if a link such as /proc/PID/root is on the path: it leads to what that process sees.
         """
         resolved = self._resolve(path, of_processes=False)
-        os.lstat(self._noted(self._below_root(resolved), follow=False))
+        os.lstat(self._below_root(resolved))
         return resolved
 
     def leads_to_something(self, path: str) -> bool:
@@ -218,171 +277,12 @@ class System:
         If so, the group's bits in the file's mode are the mask of the ACL, and do not say what the group may do.
         """
         try:
-            place = self._noted(self._at(path, follow=False), follow=False, inside=True)
-            os.getxattr(place, "system.posix_acl_access", follow_symlinks=False)
+            os.getxattr(self._at(path, follow=False), "system.posix_acl_access", follow_symlinks=False)
         except OSError as error:
             if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
                 return False
             raise
         return True
-
-    def open_public(self, real_path: str) -> BinaryIO:
-        """Open a world-readable regular file whose path contains no link. Raises OSError (EINVAL, ELOOP) for others.
-
-        It may be where users other than root can write: a link there might lead to a secret of root. Checking the path
-        before or after the open is not enough, because the check may see a different file. So this checks the file
-        behind the descriptor.
-        """
-        place = self._below_root(real_path)
-        probe = open_probe(place, follow=False)
-        try:
-            mode = os.fstat(probe).st_mode
-            # proc(5): the link in /proc has the real path of the file. That path differs from `place` if `place` has
-            # links, or if the file was moved or removed.
-            if stat.S_ISLNK(mode) or os.readlink(f"/proc/self/fd/{probe}") != place:
-                raise OSError(errno.ELOOP, "a link is in its path, or it was moved or removed", place)
-            if stat.S_ISREG(mode) and not mode & stat.S_IROTH:
-                raise OSError(errno.EINVAL, f"not every user can read it (mode {stat.S_IMODE(mode):04o})", place)
-            return regular(probe, place)
-        finally:
-            os.close(probe)
-
-    def _status(self, path: str, *, follow: bool = True) -> os.stat_result | None:
-        """Return the status; None if the path does not exist. Raises OSError if that is unknown."""
-        try:
-            return os.stat(self._at(path, follow=follow), follow_symlinks=follow)
-        except ValueError:
-            # A path from a configuration or a document may contain a null character, which no file name has.
-            return None
-        except OSError as error:
-            if error.errno in NONEXISTENT:
-                return None
-            raise
-
-    def _below_root(self, path: str) -> str:
-        return path if self.root == "/" else self.root + path
-
-    def _at(self, path: str, *, follow: bool = True) -> str:
-        """Return the path with the root prefix, and with links resolved below the root.
-
-        Without `follow`, a link in the last component stays. If the root is /, the path is returned unchanged.
-        """
-        if self.root == "/":
-            return self._noted(path, follow=follow)
-        if follow:
-            return self._noted(self._below_root(self._resolve(path)), follow=False)
-        place = os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path))
-        return self._noted(self._below_root(place), follow=False)
-
-    def _noted(self, place: str, *, follow: bool, inside: bool = False) -> str:
-        if self._note:
-            self._note(Access(place, follow, inside))
-        return place
-
-    def _resolve(self, path: str, *, of_processes: bool = True) -> str:
-        """Return the path with links resolved; absolute links lead to a path below the root. The path need not exist.
-
-        Without `of_processes`, raises OSError (EXDEV) for links such as /proc/PID/root.
-        """
-        # This is the innermost loop of each pass, so readlink is its only system call for a component.
-        prefix, note = "" if self.root == "/" else self.root, self._note
-        done, remaining, links = "", [part for part in reversed(path.split("/")) if part], 0
-        while remaining:
-            part = remaining.pop()
-            if part in (".", ".."):
-                done = done.rpartition("/")[0] if part == ".." else done
-                continue
-            here = f"{done}/{part}"
-            if note:
-                note(Access(prefix + here, follow=False, inside=False))
-            try:
-                target = os.readlink(prefix + here)
-            except OSError:
-                done = here
-                continue
-            links += 1
-            if not of_processes and LINK_OF_PROCESS.match(here):
-                raise OSError(errno.EXDEV, "leads through /proc to files of another process", path)
-            if links > LINK_LIMIT:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-            remaining += [each for each in reversed(target.split("/")) if each]
-            done = "" if target.startswith("/") else done
-        return done or "/"
-
-    # ---- programs and services
-
-    def run(self, *argv: str, timeout: float = 30.0) -> str:
-        """Run a program and return its standard output. Raises CommandError if it fails."""
-        return run_checked(self._runner, argv, timeout)
-
-    def run_tool(self, *argv: str, timeout: float) -> str:
-        """Run a program as `run` does, but let it use proxies and write files of any size.
-
-        It is killed if this process dies.
-        """
-        return run_checked(self._tool_runner, argv, timeout)
-
-    def call(
-        self, service: str, path: str, method: str, *arguments: object, signature: str = "", timeout: float = BUS_LIMIT
-    ) -> tuple[object, ...]:
-        """Call a method on the system bus and return its result. Raises BusError.
-
-        Without a signature, all arguments are strings.
-        """
-        if self._bus is None:
-            raise BusError(f"{method} of {service}: no connection to the system bus")
-        return self._bus(service, path, method, signature or "s" * len(arguments), arguments, timeout)
-
-    # ---- reading
-
-    def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
-        """Return the content of a regular file, also in /proc or /sys. Never opens a FIFO or device."""
-        return content(open_probe(self._at(path)), path, limit)[0]
-
-    def head(self, path: str, size: int) -> bytes:
-        """Return the first bytes of a regular file of any size."""
-        return content(open_probe(self._at(path)), path, size, whole=False)[0]
-
-    def digest(self, path: str) -> str:
-        """Return the SHA-256 digest of a regular file of any size, in hexadecimal."""
-        with plain(self._at(path)) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    def read_untrusted(self, path: str, limit: int = READ_LIMIT) -> tuple[bytes, float]:
-        """Return content and change time of a file that other users may replace. Raises OSError (ELOOP) for a link."""
-        return content(open_probe(self._at(path, follow=False), follow=False), path, limit)
-
-    def read_text(self, path: str) -> str:
-        """Return the content of a regular file as text. Bytes that are not UTF-8 become surrogates."""
-        return self.read(path).decode(errors="surrogateescape")
-
-    def attribute(self, path: str) -> str:
-        """Return the text of a short file in /sys or /proc, with fewer system calls than `read_text`.
-
-        The file's type is not checked, because only the kernel can make files there. For a file that a driver provides,
-        use `deadlines.read_device_text`: reading it may block.
-        """
-        return attribute(self._at(path)).decode(errors="surrogateescape")
-
-    def lines(self, path: str) -> Iterator[bytes]:
-        """Yield the lines of a file in /proc, of any size, without the newline. Only a newline ends a line."""
-        with plain(self._at(path)) as file:
-            for line in file:
-                yield line.removesuffix(b"\n")
-
-    def entries(self, path: str) -> tuple[str, ...]:
-        """Return the sorted names in a directory."""
-        return tuple(sorted(os.listdir(self._noted(self._at(path), follow=True, inside=True))))
-
-    def some_entries(self, path: str, limit: int) -> tuple[str, ...]:
-        """Return the names in a directory into which pods may put any number: no more than `limit`, sorted."""
-        with os.scandir(self._at(path)) as found:
-            return tuple(sorted(each.name for _, each in zip(range(limit), found, strict=False)))
-
-    def find_program(self, name: str) -> str | None:
-        """Return the path of the program that `run` would start by that name; None if there is none."""
-        places = (f"{directory}/{name}" for directory in ENVIRONMENT["PATH"].split(":"))
-        return next((path for path in places if self.exists(path) and os.access(self._at(path), os.X_OK)), None)
 
     def identity(self, path: str, *, follow: bool = True) -> FileIdentity:
         """Return a file's identity. For a link: that of the file it leads to; without `follow`, that of the link."""
@@ -405,13 +305,8 @@ class System:
         # reload of nvidia-drm. It still opens, but the kernel refuses to bind it into a container (ENOENT).
         if not stat.S_ISCHR(status.st_mode) or not status.st_nlink:
             return None
-        return DeviceNumber(
-            os.major(status.st_rdev),
-            os.minor(status.st_rdev),
-            stat.S_IMODE(status.st_mode),
-            status.st_uid,
-            status.st_gid,
-        )
+        number, mode = status.st_rdev, stat.S_IMODE(status.st_mode)
+        return DeviceNumber(os.major(number), os.minor(number), mode, status.st_uid, status.st_gid)
 
     def device_behind(self, link: str) -> tuple[int, int] | None:
         """Return a character device's major and minor; None for any other file. Links are followed.
@@ -421,10 +316,10 @@ class System:
         return statx.character_device(self._at(link))
 
     def listening_process(self, path: str) -> int | None:
-        """Return the id of the process that listens on a Unix socket; None if none answers.
+        """Return the id of the process that listens on a Unix socket; None if none answers, or it is no stream socket.
 
-        The result is also None if the file is not a stream socket. The id is 0 for a process outside this PID
-        namespace. This connects and disconnects at once, sends nothing, and follows no link.
+        The id is 0 for a process outside this PID namespace. This connects and disconnects at once, sends nothing, and
+        follows no link.
         """
         try:
             probe = open_probe(self._at(path, follow=False), follow=False)
@@ -465,12 +360,78 @@ class System:
         """Return the path with the root prefix, for system calls that take paths (inotify_add_watch(2))."""
         return self._at(path)
 
+    # ---- reading
+
+    def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
+        """Return the content of a regular file, also in /proc or /sys. Never opens a FIFO or device."""
+        return content(open_probe(self._at(path)), path, limit)[0]
+
+    def head(self, path: str, size: int) -> bytes:
+        """Return the first bytes of a regular file of any size."""
+        return content(open_probe(self._at(path)), path, size, whole=False)[0]
+
+    def digest(self, path: str) -> str:
+        """Return the SHA-256 digest of a regular file of any size, in hexadecimal."""
+        with plain(self._at(path)) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def read_untrusted(self, path: str, limit: int = READ_LIMIT) -> tuple[bytes, float]:
+        """Return content and change time of a file that other users may replace. Raises OSError (ELOOP) for a link."""
+        return content(open_probe(self._at(path, follow=False), follow=False), path, limit)
+
+    def read_text(self, path: str) -> str:
+        """Return the content of a regular file as text. Bytes that are not UTF-8 become surrogates."""
+        return self.read(path).decode(errors="surrogateescape")
+
+    def attribute(self, path: str) -> str:
+        """Return the text of a short file in /sys or /proc, with fewer system calls than `read_text`.
+
+        The file's type is not checked, because only the kernel can make files there. For a file that a driver provides,
+        use `deadlines.read_device_text`: reading it may block.
+        """
+        return attribute(self._at(path)).decode(errors="surrogateescape")
+
+    def lines(self, path: str) -> Iterator[bytes]:
+        """Yield the lines of a file in /proc, of any size, without the newline. Only a newline ends a line."""
+        with plain(self._at(path)) as file:
+            for line in file:
+                yield line.removesuffix(b"\n")
+
+    def entries(self, path: str) -> tuple[str, ...]:
+        """Return the sorted names in a directory."""
+        return tuple(sorted(os.listdir(self._at(path))))
+
+    def some_entries(self, path: str, limit: int) -> tuple[str, ...]:
+        """Return the names in a directory into which pods may put any number: no more than `limit`, sorted."""
+        with os.scandir(self._at(path)) as found:
+            return tuple(sorted(each.name for _, each in zip(range(limit), found, strict=False)))
+
+    def open_public(self, real_path: str) -> BinaryIO:
+        """Open a world-readable regular file whose path contains no link. Raises OSError (EINVAL, ELOOP) for others.
+
+        It may be where users other than root can write: a link there might lead to a secret of root. Checking the path
+        before or after the open is not enough, because the check may see a different file. So this checks the file
+        behind the descriptor.
+        """
+        place = self._below_root(real_path)
+        probe = open_probe(place, follow=False)
+        try:
+            mode = os.fstat(probe).st_mode
+            # proc(5): the link in /proc has the real path of the file. That path differs from `place` if `place` has
+            # links, or if the file was moved or removed.
+            if stat.S_ISLNK(mode) or os.readlink(f"/proc/self/fd/{probe}") != place:
+                raise OSError(errno.ELOOP, "a link is in its path, or it was moved or removed", place)
+            if stat.S_ISREG(mode) and not mode & stat.S_IROTH:
+                raise OSError(errno.EINVAL, f"not every user can read it (mode {stat.S_IMODE(mode):04o})", place)
+            return regular(probe, place)
+        finally:
+            os.close(probe)
+
     # ---- writing
 
     def make_directory(self, path: str) -> None:
         """Make a directory and its missing parents durably, each with mode 0755 whatever the umask."""
-        place = self._at(path)
-        missing = []
+        place, missing = self._at(path), []
         while not os.path.isdir(place):
             missing.append(place)
             place = os.path.dirname(place)
@@ -492,19 +453,14 @@ class System:
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Replace a file atomically and durably: no reader ever sees a part of the content."""
-        self._write(path, (content,), mode, durable=True)
+        self.stream(path, (content,), mode)
 
-    def stream(self, path: str, chunks: Iterable[bytes], mode: int) -> None:
-        """Replace a file as `write` does. If `chunks` raises an error, the old file stays."""
-        self._write(path, chunks, mode, durable=True)
+    def stream(self, path: str, chunks: Iterable[bytes], mode: int = 0o644, *, durable: bool = True) -> None:
+        """Replace a file as `write` does. If `chunks` raises an error, the old file stays.
 
-    def write_quickly(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        """Replace a file atomically. Until `sync`, a crash of the kernel may leave the old file or a damaged one."""
-        self._write(path, (content,), mode, durable=False)
-
-    def _write(self, path: str, chunks: Iterable[bytes], mode: int, *, durable: bool) -> None:
-        self.make_directory(os.path.dirname(path))
-        with self._named(path), self._replacing(path) as temporary, new_file(temporary) as file:
+        If this is not `durable`, a crash of the kernel before `sync` may leave the old file or a damaged one.
+        """
+        with self._replacing(path) as temporary, new_file(temporary) as file:
             file.writelines(chunks)
             file.flush()
             os.fchmod(file.fileno(), mode)
@@ -514,7 +470,7 @@ class System:
             self.sync_directory(os.path.dirname(path))
 
     def sync(self, path: str) -> None:
-        """Make what `write_quickly` wrote durable."""
+        """Make durable what `stream` wrote."""
         with plain(self._at(path)) as file:
             os.fsync(file.fileno())
         self.sync_directory(os.path.dirname(path))
@@ -525,9 +481,50 @@ class System:
 
     def link(self, path: str, target: str) -> None:
         """Make a symbolic link atomically. The link replaces anything but a directory."""
-        self.make_directory(os.path.dirname(path))
-        with self._named(path), self._replacing(path) as temporary:
+        with self._replacing(path) as temporary:
             os.symlink(target, temporary)
+
+    @contextlib.contextmanager
+    def _replacing(self, path: str) -> Iterator[str]:
+        """Yield the path of a temporary file, which replaces the file at `path` when the block ends.
+
+        After an error, the temporary file is removed instead. Its name is always the same, so that leftovers of killed
+        writers do not pile up: the next writer removes them. The name begins with a dot, so that programs that read
+        whole directories skip the file. If somebody made a directory with that name, the directory is put aside; one
+        with the file's own name only where nothing but the agent's files belongs.
+        """
+        self.make_directory(os.path.dirname(path))
+        try:
+            self.remove_temporary(path)
+        except IsADirectoryError:
+            self.put_aside(temporary_path(path))
+        place = self._at(path, follow=False)
+        temporary = temporary_path(place)
+        try:
+            yield temporary
+            if path.startswith(OWN_DIRECTORIES) and os.path.isdir(place) and not os.path.islink(place):
+                self.put_aside(path)
+            os.rename(temporary, place)
+        except BaseException as error:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            if isinstance(error, OSError) and error.errno is not None:
+                # The kernel's error for a full disk names no file.
+                raise OSError(error.errno, error.strerror, path) from error
+            raise
+
+    def remove_temporary(self, path: str) -> None:
+        """Remove the temporary file that a killed `write` or `link` left."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(temporary_path(self._at(path, follow=False)))
+
+    def copy(self, reading: BinaryIO, target: str, mode: int, copies: "Copies") -> None:
+        """Copy the data of an open file to a new one, as one of `copies`. The caller syncs the directory."""
+        copies.add(reading, new_file(self._at(target, follow=False)), mode)
+
+    def open_lock(self, path: str) -> int:
+        """Return a descriptor of a lock file, which no other user may open. It is made if it is missing."""
+        return lock_file(self._at(path, follow=False))
 
     def remove(self, path: str) -> None:
         """Remove a file or link, if it exists, and sync the directory."""
@@ -541,9 +538,8 @@ class System:
 
         Raises OSError, for example if anything is mounted there (agent.system.removal).
         """
-        place = self._at(path, follow=False)
-        if os.path.isdir(place) and not os.path.islink(place):
-            removal.remove(place)
+        if self.is_directory(path, follow=False):
+            removal.remove(self._at(path, follow=False))
         else:
             self.remove(path)
 
@@ -558,14 +554,6 @@ class System:
         os.rename(self._at(old, follow=False), self._at(new, follow=False))
         self.sync_directory(os.path.dirname(new))
 
-    def copy(self, reading: BinaryIO, target: str, mode: int, copies: "Copies") -> None:
-        """Copy the data of an open file to a new one, as one of `copies`. The caller syncs the directory."""
-        copies.add(reading, new_file(self._at(target, follow=False)), mode)
-
-    def open_lock(self, path: str) -> int:
-        """Return a descriptor of a lock file, which no other user may open. It is made if it is missing."""
-        return lock_file(self._at(path, follow=False))
-
     def put_aside(self, path: str) -> str:
         """Rename whatever is in the place of one of the agent's files, and return its new path."""
         aside = f"{path}.damaged-{time.time_ns()}"
@@ -576,46 +564,6 @@ class System:
         """Make renames in a directory durable."""
         sync_directory(self._at(path))
 
-    @contextlib.contextmanager
-    def _replacing(self, path: str) -> Iterator[str]:
-        """Yield the path of a temporary file, which replaces the file at `path` when the block ends.
-
-        After an error, the temporary file is removed instead. Its name is always the same, so that leftovers of killed
-        writers do not pile up: the next writer removes them. The name begins with a dot, so that programs that read
-        whole directories skip the file. If somebody made a directory with that name, the directory is put aside; one
-        with the file's own name only where nothing but the agent's files belongs.
-        """
-        try:
-            self.remove_temporary(path)
-        except IsADirectoryError:
-            self.put_aside(temporary_path(path))
-        place = self._at(path, follow=False)
-        temporary = temporary_path(place)
-        try:
-            yield temporary
-            if path.startswith(OWN_DIRECTORIES) and os.path.isdir(place) and not os.path.islink(place):
-                self.put_aside(path)
-            os.rename(temporary, place)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
-
-    @contextlib.contextmanager
-    def _named(self, path: str) -> Iterator[None]:
-        """Let an OSError of the block name this path: the kernel's error for a full disk names no file."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno is None:
-                raise
-            raise OSError(error.errno, error.strerror, path) from error
-
-    def remove_temporary(self, path: str) -> None:
-        """Remove the temporary file that a killed `write` or `link` left."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(temporary_path(self._at(path, follow=False)))
-
 
 def temporary_path(path: str) -> str:
     """Return the path of the temporary file that `write` and `link` use. If they are killed, it stays."""
@@ -623,19 +571,8 @@ def temporary_path(path: str) -> str:
     return f"{directory}/.{name}{NEW}"
 
 
-# Groups errno values (errno(3)) by what they mean when a file is observed.
-
-
-NOT_FOUND = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO})
-"""ENODEV: a sysfs or procfs file whose device disappeared between open(2) and read(2)."""
-UNUSABLE = frozenset({errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG})
-"""The file exists, but has the wrong type or size; or its path is too long, or has too many links."""
-
-
-# Lists mounts, from /proc/self/mountinfo (proc_pid_mountinfo(5)).
-
-
 MOUNTS = "/proc/self/mountinfo"
+"""The list of mounts (proc_pid_mountinfo(5))."""
 
 
 def mounted(system: System, file_system: str) -> frozenset[str]:

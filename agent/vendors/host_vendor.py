@@ -17,7 +17,6 @@ from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import FabricAnswer
 from agent.model.text import whole_number
 from agent.system.files import System
-from agent.system.trust import FileCache
 
 
 class Finding(Struct, frozen=True):
@@ -144,8 +143,6 @@ class Sources(Struct, frozen=True):
     driver: DriverSettings = field(default_factory=DriverSettings)
     machines: Mapping[str, MachineSettings] = field(default_factory=dict)
     """Settings by machine name. Some things are observed only if a machine's settings request them."""
-    file_cache: FileCache = field(default_factory=FileCache)
-    """Results of earlier passes, for observations of many files that seldom change."""
 
 
 class FabricReport(Struct, frozen=True):

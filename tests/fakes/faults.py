@@ -85,13 +85,13 @@ class FaultyHost(CardHost):
         self.look(path)
         return super().lines(path)
 
-    def _write(self, path: str, chunks: Iterable[bytes], mode: int, *, durable: bool) -> None:
+    def stream(self, path: str, chunks: Iterable[bytes], mode: int = 0o644, *, durable: bool = True) -> None:
         if self.fault and not self.struck and self.fault == ("kill within", 0):
             self.make_directory(os.path.dirname(path))
             content = b"".join(chunks)
             chunks = (content,)
             Path(temporary_path(self.full_path(path))).write_bytes(content[: len(content) // 2])
-        self.step(lambda: super(FaultyHost, self)._write(path, chunks, mode, durable=durable))
+        self.step(lambda: super(FaultyHost, self).stream(path, chunks, mode, durable=durable))
 
     def remove(self, path: str) -> None:
         self.step(lambda: super(FaultyHost, self).remove(path))

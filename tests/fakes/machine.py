@@ -129,13 +129,9 @@ class Machine(WithDeadLinks):
         self.digests.append(path)
         return super().digest(path)
 
-    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+    def stream(self, path: str, chunks: Iterable[bytes], mode: int = 0o644, *, durable: bool = True) -> None:
         self.before_write(path)
-        super().write(path, content, mode)
-
-    def write_quickly(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        self.before_write(path)
-        super().write_quickly(path, content, mode)
+        super().stream(path, chunks, mode, durable=durable)
 
     def link(self, path: str, target: str) -> None:
         self.before_link(path)

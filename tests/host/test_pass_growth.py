@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import linear_regression
@@ -11,9 +10,7 @@ from types import FrameType
 import pytest
 
 from agent.config.settings import Config
-from agent.host.observe.host import Memory
 from agent.host.reconcile import Reconciler
-from agent.system.trust import FRESH, FileCache
 from tests.fakes.gpu_host import MACHINE, VERSION, set_up
 from tests.fakes.host import Host
 
@@ -53,19 +50,12 @@ def libraries(host: Host, count: int) -> list[str]:
     return [MACHINE]
 
 
-def settled() -> float:
-    """The time when the file cache relies on the files: seconds after they were made."""
-    return time.time() + FRESH + 1
-
-
-def calls_of_a_pass(host: Host, names: list[str], *, searching: bool) -> int:
-    """Return how many functions the main thread calls in a pass with nothing to do, or with a search for the driver."""
+def calls_of_a_pass(host: Host, names: list[str]) -> int:
+    """Return how many functions the main thread calls in a pass with nothing to do."""
     config = Config.validated({"machines": {name: {} for name in names}})
-    agent = Reconciler(config, host, host, memory=Memory(file_cache=FileCache(settled)))
+    agent = Reconciler(config, host, host)
     for _ in range(2):
         agent.reconcile()
-    if searching:
-        agent.memory = Memory()
     count = 0
 
     def called(frame: FrameType, event: str, argument: object) -> None:
@@ -82,7 +72,6 @@ def calls_of_a_pass(host: Host, names: list[str], *, searching: bool) -> int:
     return count
 
 
-@pytest.mark.parametrize("searching", [False, True])
 @pytest.mark.parametrize(
     ("enlarge", "sizes"),
     [(gpus, (4, 8, 16)), (machines, (4, 8, 16)), (libraries, (50, 100, 200))],
@@ -92,15 +81,13 @@ def test_a_pass_grows_linearly_at_most(
     tmp_path: Path,
     enlarge: Callable[[Host, int], list[str]],
     sizes: tuple[int, ...],
-    *,
-    searching: bool,
 ) -> None:
     found = []
     for size in sizes:
         tree = tmp_path / str(size)
         tree.mkdir()
         host = set_up(Host(tree))
-        found.append(calls_of_a_pass(host, enlarge(host, size), searching=searching))
+        found.append(calls_of_a_pass(host, enlarge(host, size)))
     assert slope(sizes, found) <= SLOPE, dict(zip(sizes, found, strict=True))
 
 

@@ -59,7 +59,7 @@ from agent.system.deadlines import call_source
 from agent.system.devices import DeviceSource
 from agent.system.files import System
 from agent.system.journal import Ages
-from agent.system.trust import FileCache, classify_error, discard, path_components, read_seen, untrusted_component
+from agent.system.trust import classify_error, discard, path_components, read_seen, untrusted_component
 from agent.vendors.host_vendor import Sources
 
 # Observes where GPUs are in the host: NUMA node and PCI root complex.
@@ -357,10 +357,9 @@ class LoaderCache:
 
 
 class Memory(Struct, frozen=True):
-    """The ages of files, and results that stay valid as long as the files from which they came do not change."""
+    """The ages of files, and the loader's lists, which stay valid until a file that they came from changes."""
 
     loader_cache: LoaderCache = field(default_factory=LoaderCache)
-    file_cache: FileCache = field(default_factory=FileCache)
     ages: Ages = field(default_factory=Ages)
 
 
@@ -441,7 +440,6 @@ def _sources(
         started=lambda name: observe_start(units[name], system),
         lost=notes.lost,
         detached=notes.detached,
-        file_cache=memory.file_cache,
     )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from functools import lru_cache
 
 from msgspec import Struct
 
@@ -86,10 +87,7 @@ def _observe_fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> tu
 
 
 def _without_switches(sources: Sources) -> Absent | Unseen | None:
-    """Return None if a network adapter of the host manages NVSwitches; Unseen if that could not be observed.
-
-    Reading an adapter's product data takes milliseconds. So the data are read again only if the adapters have changed.
-    """
+    """Return None if a network adapter of the host manages NVSwitches; Unseen if that could not be observed."""
     system, none = sources.system, Absent("no NVSwitch")
     if not isinstance(sources.pci, tuple):
         return Unseen(sources.pci.why)
@@ -99,21 +97,19 @@ def _without_switches(sources: Sources) -> Absent | Unseen | None:
         links = [(name, system.read_link(f"{ADAPTERS}/{name}")) for name in entries_if_present(system, ADAPTERS)]
     except OSError as error:
         return Unseen(classify_error(ADAPTERS, error).why)
-    managed = bool(links) and sources.file_cache.get(
-        "adapters of NVSwitch",
-        # The links contain the adapters' PCI addresses, so they show whether the adapters have changed. The times of
-        # the files would not show that: sysfs makes these times up.
-        tuple(links),
-        system,
-        # A file that cannot be read counts as a file without the mark: only root may read these files, and if an
-        # adapter is broken or slow, the answer must not become unknown for a host without NVSwitch.
-        lambda _: any(
-            isinstance(text, str) and MANAGES_SWITCH in text
-            for text in read_device_texts(system, [f"{ADAPTERS}/{name}/device/vpd" for name, _ in links])
-        ),
-        lambda _: True,
+    return None if links and _shows_mark(system, tuple(links)) else none
+
+
+# Reading an adapter's product data takes milliseconds. So the data are read again only if the links, which contain the
+# adapters' PCI addresses, have changed.
+@lru_cache(maxsize=1)
+def _shows_mark(system: System, links: tuple[tuple[str, str | None], ...]) -> bool:
+    # A file that cannot be read counts as a file without the mark: only root may read these files, and if an adapter is
+    # broken or slow, the answer must not become unknown for a host without NVSwitch.
+    return any(
+        isinstance(text, str) and MANAGES_SWITCH in text
+        for text in read_device_texts(system, [f"{ADAPTERS}/{name}/device/vpd" for name, _ in links])
     )
-    return None if managed else none
 
 
 def fabric_cause(driver: Driver) -> str | None:

@@ -55,41 +55,20 @@ class _Candidate(Struct, frozen=True):
         return frozenset(directory for each in self.found for directory in each.directories)
 
 
-class _Found(Struct, frozen=True):
-    """The result of a whole search."""
-
-    user_space: UserSpace
-    final: bool
-    """Whether a search of the same files would give the same result: nothing failed, and nothing was unreadable."""
-
-
 def observe_user_space(sources: Sources, module: str) -> UserSpace:
-    """Return the driver's files, preferably those of `module`, the loaded module's version (empty if unknown).
-
-    A final result is reused until something that it depends on changes: a file or directory that the search accessed,
-    the configured place, `module`, or the kernel's settings for firmware.
-    """
+    """Return the driver's files, preferably those of `module`, the loaded module's version (empty if unknown)."""
     if sources.architecture not in SETS:
         none = Absent(f"NVIDIA has no driver for {sources.architecture}")
         return UserSpace(none, none)
     try:
-        # These settings are read in each pass, because the times of files in /proc and /sys do not tell when the
-        # content changed.
         kernel = kernel_firmware(sources.system)
     except OSError as error:
         unseen = Unseen(classify_error(error.filename or "the kernel's settings for firmware", error).why)
         return UserSpace(unseen, unseen)
-    found = sources.file_cache.get(
-        "NVIDIA's driver",
-        (sources.architecture, configured_place(sources.driver), module, kernel),
-        sources.system,
-        lambda system: _search_places(replace(sources, system=system), module, kernel),
-        lambda found: found.final,
-    )
-    return found.user_space
+    return _search_places(sources, module, kernel)
 
 
-def _search_places(sources: Sources, module: str, kernel: tuple[str, str]) -> _Found:
+def _search_places(sources: Sources, module: str, kernel: tuple[str, str]) -> UserSpace:
     configured = configured_place(sources.driver)
     candidates: list[_Candidate] = []
     for place in (configured,) if configured else PLACES:
@@ -97,12 +76,10 @@ def _search_places(sources: Sources, module: str, kernel: tuple[str, str]) -> _F
         candidates.append(_search_in_time(sources, place, module, searched))
     chosen = _choose(candidates, module)
     user_space = replace(_assemble(sources, chosen, kernel), place_name=chosen.place.name)
-    final = all(isinstance(each.version, (str, Absent)) for each in candidates)
-    final = final and not isinstance(user_space.files, Unseen)
     if configured:
-        return _Found(replace(user_space, place_key=configured.name), final)
+        return replace(user_space, place_key=configured.name)
     others = [each for each in candidates if each is not chosen]
-    user_space = replace(
+    return replace(
         user_space,
         refused_places=tuple(
             each.place.name for each in candidates if each.skipped_directories and not isinstance(each.version, str)
@@ -112,7 +89,6 @@ def _search_places(sources: Sources, module: str, kernel: tuple[str, str]) -> _F
         ),
         skipped_directories=tuple(skipped for each in candidates for skipped in each.skipped_directories),
     )
-    return _Found(user_space, final)
 
 
 def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:

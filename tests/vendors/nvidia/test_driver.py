@@ -11,7 +11,6 @@ from agent.model.conditions import Status
 from agent.model.facts import Absent, Broken, Driver, PciDevice, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.model.handoff import FabricAnswer
-from agent.system.trust import FileCache
 from agent.vendors.host_vendor import FabricReport, Sources
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.driver import FABRIC_UNIT, PERSISTENCE_UNIT, observe_driver, observe_module
@@ -48,11 +47,8 @@ def test_absent_broken_and_unseen_are_different_facts(host: Host) -> None:
     assert isinstance(observe_module(host), Unseen)
 
 
-def fabric(host: Host, units: Mapping[str, Seen[str]], cache: FileCache | None = None) -> Seen[str]:
-    cache = cache or FileCache()
-    facts = observe_nvidia(
-        Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), units, file_cache=cache)
-    )
+def fabric(host: Host, units: Mapping[str, Seen[str]]) -> Seen[str]:
+    facts = observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), units))
     assert facts.driver
     return facts.driver.fabric
 
@@ -159,23 +155,23 @@ def test_switches_of_the_fourth_generation_show_only_in_the_adapters_that_manage
 def test_an_adapter_that_cannot_be_read_is_no_evidence(host: Host, error: int) -> None:
     """Only root may read its data, and many hosts without NVSwitch have adapters."""
     host.driver("550.163.01", gpus=1)
-    path, units, cache = adapter(host, "mlx5_0", ""), dict[str, Seen[str]]({FABRIC_UNIT: "active"}), FileCache()
+    path, units = adapter(host, "mlx5_0", ""), dict[str, Seen[str]]({FABRIC_UNIT: "active"})
     host.failing[path] = OSError(error, os.strerror(error), path)
-    assert isinstance(fabric(host, units, cache), Absent)
+    assert isinstance(fabric(host, units), Absent)
     del host.failing[path]
     adapter(host, "mlx5_1", "SMDL=SW_MNG")
-    assert fabric(host, units, cache) == "active"
+    assert fabric(host, units) == "active"
 
 
 def test_adapters_are_read_once(host: Host) -> None:
     """Each takes milliseconds to answer."""
     host.driver("550.163.01", gpus=1)
-    cache, path = FileCache(), adapter(host, "mlx5_0", "SMDL=SW_MNG")
+    path = adapter(host, "mlx5_0", "SMDL=SW_MNG")
     for _ in range(3):
-        assert fabric(host, {FABRIC_UNIT: "active"}, cache) == "active"
+        assert fabric(host, {FABRIC_UNIT: "active"}) == "active"
         host.failing[path] = OSError(errno.EIO, "read again", path)
     adapter(host, "mlx5_1", "")
-    assert isinstance(fabric(host, {FABRIC_UNIT: "active"}, cache), Absent), "another adapter: all are read again"
+    assert isinstance(fabric(host, {FABRIC_UNIT: "active"}), Absent), "another adapter: all are read again"
 
 
 @pytest.mark.parametrize(
