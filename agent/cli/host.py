@@ -1,22 +1,28 @@
-"""The host that a command works on, and the configuration that it works with."""
+"""The host that a command works on, the configuration that it works with, and the reconciler made of both."""
 
 import argparse
 import os
+from collections.abc import Callable
 
-from agent.cli.parser import DIAGNOSES, LAST_GOOD, OPTIONAL, SAVES, find_command
+from agent.cli.parser import DIAGNOSES, LAST_GOOD, NEEDS_NONE, OPTIONAL, REMOVES, SAVES, find_command
 from agent.cli.printing import progress
-from agent.config.load import Loaded, last_good_identity, load_config, load_or_last_good
+from agent.config.load import InForce, Loaded, last_good_identity, load_config, load_or_last_good
 from agent.config.settings import Config
+from agent.host.observe.host import Memory
+from agent.host.reconcile import Reconciler
+from agent.host.state.records import read_ages
 from agent.model.errors import AgentError, ConfigError, NoMachinesError
 from agent.model.paths import CONFIG_FILE
 from agent.system.bus import SystemBus
+from agent.system.devices import Sysfs
 from agent.system.files import System
 from agent.system.process import Runner, host_runner
 
 
-def this_host(tool_runner: Runner | None = None) -> System:
-    """Return the host that this process runs on. Commands that download need a `tool_runner` (System.run_tool)."""
-    return System(host_runner, bus=SystemBus(), tool_runner=tool_runner)
+def reconciler_for(options: argparse.Namespace, tool_runner: Runner | None) -> Reconciler:
+    """Return the reconciler for a command; one that downloads needs a `tool_runner`. Raises the errors of `load`."""
+    system = System(host_runner, bus=SystemBus(), tool_runner=tool_runner)
+    return make_reconciler(load(options, system), system)
 
 
 def load(options: argparse.Namespace, system: System) -> Loaded:
@@ -31,6 +37,8 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
             "run it with sudo; `plan`, `status`, `doctor` and `gpus list` work as any user",
         )
     standard, use = options.config == CONFIG_FILE, command.configuration
+    if use == NEEDS_NONE:
+        return Loaded(Config(machines={}), in_force=False)
     if use == LAST_GOOD and standard:
         loaded = load_or_last_good(system)
         if loaded.rejected and name != "run":
@@ -38,8 +46,10 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
         return loaded
     before = last_good_identity(system)
     try:
-        config = load_config(system, options.config, save=use == SAVES)
+        config = load_config(system, options.config, save=use in (SAVES, REMOVES))
     except NoMachinesError as error:
+        if use == REMOVES:
+            return Loaded(Config(machines={}), in_force=False)
         if use not in (OPTIONAL, DIAGNOSES) or not standard:
             raise
         progress(str(error))
@@ -50,3 +60,12 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
         # A user who looks for a fault with `doctor` must not have to correct the configuration first.
         return load_or_last_good(system)
     return Loaded(config, in_force=standard, before=before)
+
+
+def make_reconciler(loaded: Loaded, system: System, report: Callable[[str], None] = progress) -> Reconciler:
+    """Return a reconciler of this host with this configuration."""
+    memory = Memory(ages=read_ages(system))
+    reconciler = Reconciler(loaded.config, system, Sysfs(system), report, rejected=loaded.rejected, memory=memory)
+    if loaded.in_force:
+        reconciler.in_force = InForce(loaded.config, system, loaded.before)
+    return reconciler

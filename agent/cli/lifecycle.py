@@ -4,12 +4,11 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from agent.cli.node import Watch
 from agent.cli.output import print_machines
 from agent.cli.printing import report_failures
-from agent.cli.wiring import reconciler_for
+from agent.host.allocation import recorded_node
+from agent.host.joining import Watch
 from agent.host.provision.apply import STOP_LIMIT
-from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
 from agent.host.state.records import mark_start
@@ -23,29 +22,32 @@ ANSWER_LIMIT = 60.0
 """Seconds for one run of kubectl; a drain has DRAIN_LIMIT in addition."""
 
 
-def run_lifecycle(options: argparse.Namespace) -> int:
-    """Run one of the three commands, and return its exit code."""
-    drain = not getattr(options, "no_drain", False)
-    return lifecycle(options.command, options.machine, reconciler_for(options), options.kubeconfig, drain=drain)
-
-
-def lifecycle(command: str, name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool = True) -> int:
-    """Start, stop or restart a machine, as `command` says. Return the exit code. Raises AgentError.
+def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Start, stop or restart a machine. Return the exit code. Raises AgentError.
 
     A machine that starts is waited for, and its node is uncordoned if the agent cordoned it. If there is no kubeconfig
     or the machine is not ready, the node stays cordoned, which counts as a failure. Before a machine stops, its node is
-    drained if `drain` is set and a kubeconfig is given.
+    drained if a kubeconfig is given.
     """
+    name, command, kubeconfig = options.machine, options.command, options.kubeconfig
     if name not in reconciler.config.machines:
         raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
     with machine_locks(reconciler.system, (name,), command):
-        match command:
-            case "start":
+        if command == "start":
+            return _start(name, reconciler, kubeconfig)
+        if command == "restart":
+            _refuse_restart(name, reconciler)
+        _stop(name, reconciler, kubeconfig, drain=not options.no_drain)
+        if command == "stop":
+            return 0
+        # "May not", because the error or the interrupt may also come after the start.
+        stopped, again = f"machine {name} was stopped, and may not have started again", _start_it(name)
+        try:
+            with _said_if_interrupted(reconciler, f"{stopped}: {again}"):
                 return _start(name, reconciler, kubeconfig)
-            case "stop":
-                return _stop(name, reconciler, kubeconfig, drain=drain)
-            case _:
-                return _restart(name, reconciler, kubeconfig, drain=drain)
+        except AgentError as error:
+            hint = f"{error.hint}; then {again}" if error.hint else again
+            raise AgentError(f"{stopped}: {error.message}", hint) from error
 
 
 def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
@@ -63,7 +65,7 @@ def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     return report_failures(failures) or (0 if ready else 1)
 
 
-def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
+def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> None:
     if drain and kubeconfig:
         _drain(name, reconciler, kubeconfig)
     elif drain:
@@ -76,21 +78,6 @@ def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) ->
     mark_start(name, reconciler.system)
     with _said_if_interrupted(reconciler, f"machine {name} is stopping; {_start_it(name)}"):
         reconciler.system.run("systemctl", "stop", machine_unit(name), timeout=STOP_LIMIT)
-    return 0
-
-
-def _restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
-    """Stop a machine and start it again. If the machine may stay stopped, the error says so."""
-    _refuse_restart(name, reconciler)
-    _stop(name, reconciler, kubeconfig, drain=drain)
-    # "May not", because the error or the interrupt may also come after the start.
-    stopped, again = f"machine {name} was stopped, and may not have started again", _start_it(name)
-    try:
-        with _said_if_interrupted(reconciler, f"{stopped}: {again}"):
-            return _start(name, reconciler, kubeconfig)
-    except AgentError as error:
-        hint = f"{error.hint}; then {again}" if error.hint else again
-        raise AgentError(f"{stopped}: {error.message}", hint) from error
 
 
 def _refuse_restart(name: str, reconciler: Reconciler) -> None:
@@ -126,24 +113,14 @@ def _said_if_interrupted(reconciler: Reconciler, sentence: str) -> Iterator[None
         raise
 
 
-def recorded_node(name: str, reconciler: Reconciler, advice: str) -> str:
-    """Return the name of the machine's Node object. Raises ConfigError with the advice if `up` did not record it."""
-    record = NODE_RECORDS.read(record_paths(name), reconciler.system)
-    if isinstance(record, NodeRecord):
-        return record.node
-    what = "it is unknown which Node object the machine has"
-    why = record.why if not isinstance(record, Absent) else "`up` did not make the machine"
-    raise ConfigError(f"{name}: {what}: {why}", advice)
-
-
 def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
     """Cordon the node and move its pods to other nodes.
 
     If the node was not cordoned before, leave a note. The note makes the next `start` with a kubeconfig uncordon the
     node.
     """
-    node = recorded_node(name, reconciler, "drain it with kubectl, then use --no-drain")
     system = reconciler.system
+    node = recorded_node(name, system, "drain it with kubectl, then use --no-drain")
     query = ("get", "node", node, "--output", "jsonpath={.spec.unschedulable}")
     if _kubectl(reconciler, kubeconfig, *query).strip() != "true":
         system.write(cordoned_file(name), f"{node}\n".encode(), 0o600)
@@ -169,13 +146,12 @@ def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool
     system, note = reconciler.system, cordoned_file(name)
     if not system.exists(note):
         return ()
-    node = system.read_text(note).strip()
+    node, again = system.read_text(note).strip(), f"`unbounded-agent start {name} --kubeconfig FILE`"
     if not ready:
-        again = f"see `unbounded-agent doctor`, then run `unbounded-agent start {name} --kubeconfig FILE`"
-        return (f"node {node} stays cordoned, because its machine is not ready: {again}",)
+        see = f"see `unbounded-agent doctor`, then run {again}"
+        return (f"node {node} stays cordoned, because its machine is not ready: {see}",)
     if not kubeconfig:
-        uncordon = f"`unbounded-agent start {name} --kubeconfig FILE`"
-        return (f"this agent cordoned node {node}, and has not uncordoned it: run {uncordon} to uncordon it",)
+        return (f"this agent cordoned node {node}, and has not uncordoned it: run {again} to uncordon it",)
     reconciler.progress(f"uncordon node {node}")
     try:
         _kubectl(reconciler, kubeconfig, "uncordon", node)

@@ -29,12 +29,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say([VERSION])
         return 0
     if arguments is None and command.configuration != LAST_GOOD:
-        _interrupt_at_hangup()
+        # Interrupt this process as Ctrl-C does. By default, both signals end it at once: then a kubectl that it started
+        # would go on evicting pods, and the GPU of an unfinished `gpus detach` would stay detached.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # A process that nohup(1) started ignores SIGHUP, which comes when the terminal is gone, and must go on so.
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.default_int_handler)
     try:
-        # Load only the command's own module: to load all of them takes up to 0.18 s, for which help, scripts that poll
-        # `status`, and every start of a machine would wait.
+        # Load only what this command needs: to load all takes up to 0.18 s, for which help, scripts that poll `status`,
+        # and every start of a machine would wait.
         module, _, function = command.function.partition(":")
-        return int(getattr(import_module(f"agent.cli.{module}"), function)(options))
+        run_command = getattr(import_module(f"agent.cli.{module}"), function)
+        tools = import_module("agent.system.tool_runner").tool_runner if command.downloads else None
+        return int(run_command(options, import_module("agent.cli.host").reconciler_for(options, tools)))
     except ConfigError as error:
         report(str(error))
         return 2
@@ -51,26 +58,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _interrupt_at_hangup() -> None:
-    """Let SIGTERM and SIGHUP interrupt this process as Ctrl-C does.
-
-    SIGHUP comes when the connection to the terminal is lost. By default, both signals end the process at once. Then a
-    kubectl that it started would go on evicting pods, and the GPU of an unfinished `gpus detach` would stay detached.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # A process that nohup(1) started ignores SIGHUP, and must continue to ignore it.
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
-
-
 def run() -> int:
     """Run the command that this process was started with. Return its exit code, even if nothing can be printed."""
     if sys.stdout is None:
         # The user closed standard output (`>&-`).
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    # Without this variable, pydantic reads the metadata of every installed package to find plugins, and imports the
+    # plugins. That is slow, and root must not load code in that way.
+    os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
+    # Escape what cannot be encoded, as standard error does: names of files may not be UTF-8, and the terminal's
+    # encoding may lack characters.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
-            return _run_command()
+            code = main()
+            # Otherwise Python would search all objects for garbage three times while it exits. The kernel frees them.
+            gc.freeze()
+            return code
         finally:
             # Write what is still in the buffer: argparse leaves the help there.
             sys.stdout.flush()
@@ -81,20 +86,6 @@ def run() -> int:
         ignore_broken_pipe()
         report(f"{error.filename or STDOUT}: {error.strerror}")
         return 1
-
-
-def _run_command() -> int:
-    # Without this variable, pydantic reads the metadata of every installed package to find plugins, and imports the
-    # plugins. That is slow, and root must not load code in that way.
-    os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
-    # Escape what cannot be encoded, as standard error does: names of files may not be UTF-8, and the terminal's
-    # encoding may lack characters.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    code = main()
-    # Otherwise Python would search all objects for garbage three times while it exits. The kernel frees the memory.
-    gc.freeze()
-    return code
 
 
 if __name__ == "__main__":

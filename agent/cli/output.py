@@ -6,15 +6,12 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from msgspec import Struct
-
 from agent import __version__
 from agent.cli.printing import WIDTH, report, say, terminal
 from agent.host.reconcile import NO_MACHINES, MachineOutcome, Reconciler
 from agent.model.conditions import Condition, ConditionType, Reason, Status
 from agent.model.facts import Absent, Broken, Facts, Unseen
 from agent.model.goal import Action, RemoveFile, WriteFile
-from agent.model.paths import machine_unit
 from agent.model.text import counted, first_of, printable, rfc3339
 from agent.system.files import System
 from agent.system.trust import read_seen
@@ -30,27 +27,44 @@ UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 STATES = {Status.TRUE: "ready", Status.FALSE: "not ready", Status.UNKNOWN: "unknown"}
 COLOURS = {Status.TRUE: "32", Status.FALSE: "1;31", Status.UNKNOWN: "1;33"}
 """Parameters of the escape sequence SGR (ECMA-48): green, bold red, bold yellow."""
+VERSION = 1
+"""Version of the JSON documents. It changes if a key is removed or changes its meaning, but not if a key is added."""
+PUBLIC = 0o004
+"""The permission bit that lets every user read a file. Content that is written without this bit is not shown:
+it may be secret."""
+MISSING = "/dev/null"
+"""Stands for a file that does not exist, as in the output of diff(1)."""
 
 
-class Style(Struct, frozen=True):
-    """How to print."""
+def summaries(
+    machines: Iterable[MachineOutcome], *, width: int = WIDTH, colour: bool = False, whole: bool = True
+) -> Iterator[str]:
+    """Yield the lines about the machines, those that are not ready first.
 
-    width: int = WIDTH
-    """Columns."""
-    colour: bool = False
-    whole: bool = True
-    """Print full messages, on as many lines as they need; otherwise one line for each cause."""
-
-
-def summaries(machines: Iterable[MachineOutcome], now: float, style: Style) -> Iterator[str]:
-    """Yield the lines about the machines, those that are not ready first. `now` is in seconds since the epoch."""
-    order = (Status.FALSE, Status.UNKNOWN, Status.TRUE)
+    With `whole`, messages have as many lines as they need; otherwise, each cause has one line.
+    """
+    now, order = time.time(), (Status.FALSE, Status.UNKNOWN, Status.TRUE)
     for machine in sorted(machines, key=lambda each: (order.index(each.ready.status), each.name)):
-        yield _heading(machine, now, style)
-        for cause in causes(machine.conditions):
-            yield from _cause(cause, style)
-        if machine.ready.status is Status.TRUE and not machine.gpus:
-            yield from paragraph(INDENT, machine.ready.message, style.width)
+        ready = machine.ready
+        state = f"\x1b[{COLOURS[ready.status]}m{STATES[ready.status]}\x1b[0m" if colour else STATES[ready.status]
+        parts = [f"{machine.name}: {state}"]
+        if ready.reason != Reason.ALL_CONDITIONS_TRUE:
+            parts.append(ready.reason)
+        if ready.last_transition:
+            parts.append(f"for {duration(now - ready.last_transition)}")
+        yield ", ".join((*parts, counted(len(machine.gpus), "GPU")))
+        for group in causes(machine.conditions):
+            aside = "" if prevents_ready(group) else " (not needed for Ready)"
+            end, names = f": {group[0].status}, {group[0].reason}{aside}", [each.type for each in group]
+            wordings = [f"  {first_of(names, count)}{end}" for count in range(CONDITIONS_NAMED, 0, -1)]
+            line = next((each for each in wordings if len(each) <= width), wordings[-1])
+            if whole:
+                yield line
+                yield from paragraph(INDENT, group[0].message, width)
+            else:
+                yield shortened(f"{line}: {group[0].message}", width)
+        if ready.status is Status.TRUE and not machine.gpus:
+            yield from paragraph(INDENT, ready.message, width)
 
 
 def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]:
@@ -71,57 +85,21 @@ def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]
     own = [group for (reason, _), group in groups.items() if reason not in CONSEQUENCES] or list(groups.values())
     worst = [[each for each in group if each.status is Status.FALSE] or group for group in own]
     if ready and ready.status is not Status.TRUE:
-        worst = _with_ready(ready, worst)
+        same = [group for group in worst if group[0].status is ready.status]
+        if not any(prevents_ready(group) and group[0].reason in (ready.reason, *CONSEQUENCES) for group in same):
+            # Three cases need Ready itself: GPUsComplete, which Ready otherwise ignores, makes Ready False if all GPUs
+            # are lost; only Ready can have the reason Settling; and a machine without GPUs may be not ready for another
+            # reason than that it does not run. Ready joins the group that has its status and reason, if there is one.
+            cause = next((group for group in same if group[0].reason == ready.reason), None)
+            worst = [*(group for group in worst if group is not cause), [*(cause or ()), ready]]
     # Among equals, False comes before Unknown.
     worst.sort(key=lambda group: (not prevents_ready(group), group[0].status is Status.UNKNOWN))
     return tuple(map(tuple, worst))
 
 
-def _with_ready(ready: Condition, groups: list[list[Condition]]) -> list[list[Condition]]:
-    """Return the groups. If no condition that Ready needs has Ready's reason, add Ready to the groups.
-
-    If a group has Ready's status and reason, Ready joins that group; otherwise Ready is a group of its own.
-    """
-    same_status = [group for group in groups if group[0].status is ready.status]
-    if any(prevents_ready(group) and group[0].reason in (ready.reason, *CONSEQUENCES) for group in same_status):
-        return groups
-    # Three cases need this: GPUsComplete, which Ready otherwise ignores, makes Ready False if all GPUs are lost; only
-    # Ready can have the reason Settling; and a machine without GPUs may be not ready for another reason than that it
-    # does not run.
-    cause = next((group for group in same_status if group[0].reason == ready.reason), None)
-    return [*(group for group in groups if group is not cause), [*(cause or ()), ready]]
-
-
 def prevents_ready(group: Iterable[Condition]) -> bool:
     """Return whether a group of conditions that are not True keeps the machine from being ready."""
     return any(each.type is ConditionType.READY or each.needed_for_ready for each in group)
-
-
-def _heading(machine: MachineOutcome, now: float, style: Style) -> str:
-    ready = machine.ready
-    state = STATES[ready.status]
-    if style.colour:
-        state = f"\x1b[{COLOURS[ready.status]}m{state}\x1b[0m"
-    parts = [f"{machine.name}: {state}"]
-    if ready.reason != Reason.ALL_CONDITIONS_TRUE:
-        parts.append(ready.reason)
-    if ready.last_transition:
-        parts.append(f"for {duration(now - ready.last_transition)}")
-    return ", ".join((*parts, counted(len(machine.gpus), "GPU")))
-
-
-def _cause(group: Sequence[Condition], style: Style) -> Iterator[str]:
-    first = group[0]
-    aside = "" if prevents_ready(group) else " (not needed for Ready)"
-    end = f": {first.status}, {first.reason}{aside}"
-    names = [each.type for each in group]
-    wordings = [f"  {first_of(names, count)}{end}" for count in range(CONDITIONS_NAMED, 0, -1)]
-    line = next((each for each in wordings if len(each) <= style.width), wordings[-1])
-    if style.whole:
-        yield line
-        yield from paragraph(INDENT, first.message, style.width)
-    else:
-        yield shortened(f"{line}: {first.message}", style.width)
 
 
 def paragraph(heading: str, text: str, width: int) -> list[str]:
@@ -150,32 +128,29 @@ def duration(seconds: float) -> str:
     return f"{int(max(seconds, 0))} s"
 
 
-def _table(machine: MachineOutcome) -> Iterator[str]:
-    """Yield a line with the machine's GPUs and a table of all its conditions."""
-    yield f"{machine.name}: {counted(len(machine.gpus), 'GPU')} {' '.join(machine.gpus)}".rstrip()
-    rows = [("CONDITION", "STATUS", "SINCE", "REASON", "MESSAGE")]
-    for each in machine.conditions:
-        since = rfc3339(each.last_transition) if each.last_transition else "-"
-        rows.append((each.type, each.status, since, each.reason, each.message))
-    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:4]
-    for name, *rest in rows:
-        yield "  ".join([name.rjust(first), *map(str.ljust, rest, widths), rest[3]])
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the rows, of which the first has the headings, in columns of the same width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
 
 
-def style(*, whole: bool = True) -> Style:
-    """Return the style for standard output. `whole` is as in Style."""
-    return Style(*terminal(), whole)
+def condition_tables(machines: Iterable[MachineOutcome]) -> Iterator[str]:
+    """Yield for each machine a line with its GPUs, and a table of all its conditions."""
+    for machine in machines:
+        yield f"{machine.name}: {counted(len(machine.gpus), 'GPU')} {' '.join(machine.gpus)}".rstrip()
+        width = max(len(each.type) for each in machine.conditions)
+        rows = [("CONDITION".rjust(width), "STATUS", "SINCE", "REASON", "MESSAGE")]
+        for each in machine.conditions:
+            since = rfc3339(each.last_transition) if each.last_transition else "-"
+            rows.append((each.type.rjust(width), each.status, since, each.reason, each.message))
+        yield from table(rows)
 
 
 def print_machines(machines: Sequence[MachineOutcome], reconciler: Reconciler) -> None:
     """Print for each machine whether it is ready, and what is wrong."""
-    say(summaries(machines, time.time(), style()))
-    print_no_machines(reconciler)
-
-
-def print_tables(machines: Sequence[MachineOutcome], reconciler: Reconciler) -> None:
-    """Print a table of all conditions for each machine."""
-    say(line for machine in machines for line in _table(machine))
+    width, colour = terminal()
+    say(summaries(machines, width=width, colour=colour))
     print_no_machines(reconciler)
 
 
@@ -191,29 +166,10 @@ def report_problems(facts: Facts) -> None:
         report(f"note: {problem}")
 
 
-def started_and_stopped(name: str) -> str:
-    """Return the sentence about a machine that was started and no longer runs."""
-    return f"machine {name} started and then stopped: see `journalctl -e -u {machine_unit(name)}`"
-
-
-VERSION = 1
-"""Version of the JSON documents. It changes if a key is removed or changes its meaning, but not if a key is added."""
-
-
-def document(command: str, now: float, content: Mapping[str, object], *, indent: int | None = 2) -> str:
-    """Return the JSON document of a command as text (docs/json.md). `now` is in seconds since the epoch.
-
-    With `indent=None`, the document is on one line, for a command that prints several documents.
-    """
-    envelope = {"version": VERSION, "time": rfc3339(now), "agent": __version__, "command": command}
+def document(command: str, content: Mapping[str, object], *, indent: int | None = 2) -> str:
+    """Return the JSON document of a command as text (docs/json.md); with `indent=None`, on one line."""
+    envelope = {"version": VERSION, "time": rfc3339(time.time()), "agent": __version__, "command": command}
     return json.dumps({**envelope, **content}, indent=indent)
-
-
-PUBLIC = 0o004
-"""The permission bit that lets every user read a file. Content that is written without this bit is not shown:
-it may be secret."""
-MISSING = "/dev/null"
-"""Stands for a file that does not exist, as in the output of diff(1)."""
 
 
 def difference(action: Action, system: System) -> Iterator[str]:

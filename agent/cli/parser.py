@@ -38,9 +38,12 @@ CODES = {
 
 # How a command treats the configuration (agent.cli.host.load).
 READS = "reads"
+NEEDS_NONE = "needs none"
 SAVES = "saves"
 """The command makes passes. It puts the configuration in force, by saving it as the last good one: otherwise, a process
 that still has an older configuration would undo what the command does."""
+REMOVES = "removes"
+"""As SAVES; but the configuration file may have been removed together with its last machine."""
 OPTIONAL = "optional"
 """The command works without a configuration. It makes no pass, which would remove the settings of all machines."""
 DIAGNOSES = "diagnoses"
@@ -49,28 +52,25 @@ LAST_GOOD = "last good"
 """A unit runs the command. If the configuration is invalid, the command uses the last good one: otherwise a machine
 would not start, or would get no GPUs."""
 
+Argument = tuple[str, dict[str, object]]
+"""One argument of a command: its name, and the other parameters of argparse's `add_argument`."""
 
-class Argument:
-    """One argument of a command: the parameters of argparse's `add_argument`."""
 
-    def __init__(self, name: str, text: str, **options: object) -> None:
-        self.name, self.options = name, {"help": text, **options}
+def _argument(name: str, text: str, **options: object) -> Argument:
+    return name, {"help": text, **options}
 
 
 def _flag(name: str, text: str) -> Argument:
-    return Argument(name, text, action="store_true")
+    return _argument(name, text, action="store_true")
 
 
 def _optional(name: str, metavar: str, text: str) -> Argument:
-    return Argument(name, text, metavar=metavar, nargs="?", default="")
+    return _argument(name, text, metavar=metavar, nargs="?", default="")
 
 
 def _kubeconfig(text: str) -> Argument:
     # Make the path absolute, because kubectl runs in another directory than this process.
-    def absolute(path: str) -> str:
-        return path and os.path.abspath(path)
-
-    return Argument("--kubeconfig", text, type=absolute, default="", metavar="FILE")
+    return _argument("--kubeconfig", text, type=lambda path: path and os.path.abspath(path), default="", metavar="FILE")
 
 
 def _seconds(option: str, default: float, minimum: float, text: str) -> Argument:
@@ -91,23 +91,23 @@ def _seconds(option: str, default: float, minimum: float, text: str) -> Argument
             )
         return seconds
 
-    return Argument(option, text, type=parse, nargs="?", const=default, metavar="SECONDS")
+    return _argument(option, text, type=parse, nargs="?", const=default, metavar="SECONDS")
 
 
 JSON = "print JSON (docs/json.md)"
 JSON_FORM = _flag("--json", JSON)
-MACHINE = Argument("machine", "the machine's name", metavar="MACHINE")
+MACHINE = _argument("machine", "the machine's name", metavar="MACHINE")
 DRAIN = _kubeconfig("kubeconfig of a user who may cordon and drain nodes; only for machines that `up` made")
 NO_DRAIN = _flag("--no-drain", "do not drain, even with --kubeconfig")
 WHICH_GPU = "for example 0000:01:00.0, or the UUID"
-GPU = Argument("address", WHICH_GPU, metavar="PCI-ADDRESS")
+GPU = _argument("address", WHICH_GPU, metavar="PCI-ADDRESS")
 GPU_OR_ALL = _optional("address", "PCI-ADDRESS", WHICH_GPU)
 
 
 class Command:
     """One command and its help."""
 
-    # Not a data class: `dataclasses` takes as long to load as argparse, and no other part of the help needs it.
+    # Neither a data class nor a named tuple: the help needs none of the libraries that these load.
 
     def __init__(
         self,
@@ -116,19 +116,21 @@ class Command:
         text: str,
         examples: str | Sequence[str],
         codes: Mapping[int, str],
-        *arguments: Argument | Sequence[Argument],
+        *arguments: Argument | list[Argument],
         configuration: str = READS,
         hidden: bool = False,
         root: bool = True,
+        downloads: bool = False,
     ) -> None:
         """Define the command.
 
-        `function` is MODULE:NAME in agent.cli: a function that takes the parsed options and returns the exit code.
-        `summary` is the command's line in the list of commands; `hidden` commands, which only units run, have none.
-        `root` commands need root rights; the others work as any user. Of a list of arguments, only one may be given.
+        `function` is MODULE:NAME in agent.cli: a function of the parsed options and a reconciler that returns the exit
+        code. `summary` is the command's line in the list of commands; `hidden` commands, which only units run, have
+        none. `root` commands need root rights; the others work as any user. Of a list of arguments, only one may be
+        given. Only a command that `downloads` may run tools of the host that use a proxy, and write large files.
         """
         self.function, self.summary, self.codes, self.arguments = function, summary, codes, arguments
-        self.configuration, self.hidden, self.root = configuration, hidden, root
+        self.configuration, self.hidden, self.root, self.downloads = configuration, hidden, root, downloads
         self.user = "root" if root else "any user"
         self.text = f"{text} Run as: {self.user}."
         self.examples = (examples,) if isinstance(examples, str) else tuple(examples)
@@ -136,7 +138,7 @@ class Command:
 
 COMMANDS = {
     "plan": Command(
-        "status:run_plan",
+        "status:plan",
         "print what apply and up would do",
         "Prints each step that `apply` would take, and each that `up` would take in addition. Changes nothing.",
         ("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),
@@ -152,7 +154,7 @@ COMMANDS = {
         root=False,
     ),
     "apply": Command(
-        "status:run_apply",
+        "status:apply",
         "reconcile once, start stopped machines, wait until they report",
         "Reconciles the host with its configuration once, starts stopped machines, waits until they report, and prints "
         "their conditions. Never restarts a running machine, and starts none on which another command works.",
@@ -161,7 +163,7 @@ COMMANDS = {
         configuration=SAVES,
     ),
     "status": Command(
-        "status:run_status",
+        "status:status",
         "print whether each machine is ready, and why not",
         "Prints whether each machine is ready, and each cause of a condition that is not True, once. Machines that are "
         "not ready come first. What only root may read is unknown to other users, and not ready.",
@@ -192,7 +194,7 @@ COMMANDS = {
         root=False,
     ),
     "doctor": Command(
-        "doctor.bundle:run_doctor",
+        "doctor.bundle:doctor",
         "diagnose: list each fault with its evidence and the commands that fix it",
         "Lists each fault of the host and its machines with evidence, symptoms and the commands that fix it. A "
         "machine's faults are in the order of the steps by which it becomes ready: begin with the first. With a "
@@ -208,7 +210,7 @@ COMMANDS = {
             1: "a machine is not ready, there is a fault, or the cluster could not be read",
         },
         JSON_FORM,
-        Argument(
+        _argument(
             "--bundle",
             "write an archive for a bug report, with recognised secrets removed (default: in the current directory)",
             nargs="?",
@@ -222,7 +224,7 @@ COMMANDS = {
         root=False,
     ),
     "up": Command(
-        "node:run_up",
+        "node:up",
         "make the configured Kubernetes nodes, and wait until they have joined",
         "Makes each machine with a table [machines.NAME.node] into a Kubernetes node: checks everything first, records "
         "the host as it was found, sets what the kubelet needs on the host, makes the root file system from the image, "
@@ -237,18 +239,20 @@ COMMANDS = {
         _flag("--rebuild", "make the root file system of MACHINE again; everything in the old one is lost"),
         _flag("--json", "print JSON, one object per line (docs/json.md)"),
         configuration=SAVES,
+        downloads=True,
     ),
     "preflight": Command(
-        "node:run_preflight",
+        "node:preflight",
         "check whether `up` can make the nodes",
         "Checks host, drivers, image, programs, API server and bootstrap token for the nodes that `up` would make. "
         "Changes nothing.",
         "sudo unbounded-agent preflight",
         {0: "`up` can make the nodes", 1: "a check failed"},
         JSON_FORM,
+        downloads=True,
     ),
     "reset": Command(
-        "node:run_reset",
+        "node:reset",
         "remove a node; after the last one, restore the host to what it was",
         "Stops a machine that `up` made and removes it with everything that the agent wrote for it. After the last "
         "such machine, restores the host's settings and network to what they were before the first `up`, and prints "
@@ -256,10 +260,10 @@ COMMANDS = {
         "sudo unbounded-agent reset gpu-node",
         {0: "the machine is removed", 1: "a step failed, or the host is not what it was before the first `up`"},
         MACHINE,
-        configuration=SAVES,
+        configuration=REMOVES,
     ),
     "start": Command(
-        "lifecycle:run_lifecycle",
+        "lifecycle:lifecycle",
         "start a machine, and wait until it is ready",
         "Starts a machine and waits until it is ready and, if `up` made it, until its node has joined. If the "
         "agent cordoned the node, for example by `stop`, also uncordons it once the machine is ready, which needs "
@@ -272,7 +276,7 @@ COMMANDS = {
         configuration=SAVES,
     ),
     "stop": Command(
-        "lifecycle:run_lifecycle",
+        "lifecycle:lifecycle",
         "drain a machine's node, and stop the machine",
         "Stops a machine. With --kubeconfig, drains its node first; without, the node's pods end with the machine. The "
         "machine stays stopped until `start`, `apply` or the host's next boot.",
@@ -283,7 +287,7 @@ COMMANDS = {
         NO_DRAIN,
     ),
     "restart": Command(
-        "lifecycle:run_lifecycle",
+        "lifecycle:lifecycle",
         "drain, stop and start a machine",
         "Stops a machine as `stop` does, then starts it as `start` does.",
         "sudo unbounded-agent restart gpu-node --no-drain",
@@ -294,7 +298,7 @@ COMMANDS = {
         configuration=SAVES,
     ),
     "gpus": Command(
-        "gpus:run_gpus_list",
+        "gpus:list_gpus",
         "list, detach and attach GPUs, and show who uses them",
         "Without a subcommand, lists the GPUs as `gpus list` does. The other subcommands need root.",
         ("unbounded-agent gpus", "sudo unbounded-agent gpus holders"),
@@ -304,7 +308,7 @@ COMMANDS = {
         root=False,
     ),
     "gpus list": Command(
-        "gpus:run_gpus_list",
+        "gpus:list_gpus",
         "list the GPUs, with the machines that have them and the pods that use them",
         "Lists the GPUs of the host, and those that were lost. For each: address, state, machine, kernel driver, how "
         "many pods have it open, model and UUID. A `?` means that some processes could not be searched: only root can "
@@ -312,7 +316,7 @@ COMMANDS = {
         ("sudo unbounded-agent gpus list", "unbounded-agent gpus --json"),
         {0: "the GPUs are listed", 1: "some could not be observed"},
         # For `gpus --json list`: a default of this option would overwrite the `--json` before `list`.
-        Argument("--json", JSON, action="store_true", default=argparse.SUPPRESS),
+        _argument("--json", JSON, action="store_true", default=argparse.SUPPRESS),
         configuration=OPTIONAL,
         root=False,
     ),
@@ -327,7 +331,7 @@ COMMANDS = {
         configuration=SAVES,
     ),
     "gpus attach": Command(
-        "gpus:run_attach",
+        "gpus:run_detach",
         "give a detached GPU back",
         "Gives a detached GPU back to its machines, and forgets its last fatal error. Run it after a reset of a GPU "
         "too: machines that failed to open a GPU then try again at once.",
@@ -368,36 +372,37 @@ COMMANDS = {
         root=False,
     ),
     "kube manifests": Command(
-        "kube:run_manifests",
+        "kube:manifests",
         "list, print or write the Kubernetes manifests that come with the agent",
         "Lists the Kubernetes manifests and Helm values that come with the agent. Prints those that you name, or "
         "writes them into a directory. Needs no cluster and no configuration.",
         "unbounded-agent kube manifests runtime-class | kubectl apply -f -",
         {0: "the manifests are printed or written", 1: "a file cannot be written", 2: NO_CONFIGURATION},
-        Argument("names", "a manifest's name (without a name: list them)", metavar="NAME", nargs="*"),
-        Argument("--out", "write each NAME.yaml into this directory (without NAME: all)", metavar="DIR"),
+        _argument("names", "a manifest's name (without a name: list them)", metavar="NAME", nargs="*"),
+        _argument("--out", "write each NAME.yaml into this directory (without NAME: all)", metavar="DIR"),
+        configuration=NEEDS_NONE,
         root=False,
     ),
     "kube allocation": Command(
-        "kube:run_allocation",
+        "kube:allocation",
         "move a running node to Dynamic Resource Allocation, or back to the device plugin",
         "Moves a running node from the device plugin to Dynamic Resource Allocation, or back. With a kubeconfig, takes "
         "the steps that kubectl can take, and stops at the first one that you have to take: take it, then run the "
         "command again. Without a kubeconfig, only prints the steps.",
         "sudo unbounded-agent kube allocation dra --kubeconfig /root/.kube/config",
         {0: "the node is moved, or the steps are printed", 1: "a step failed, or is yours to take"},
-        Argument(
+        _argument(
             "to",
             "who offers the GPUs from then on: the node itself, or a device plugin",
             choices=("dra", "device-plugin"),
         ),
         _optional("machine", "MACHINE", "the machine (may be left out if the configuration has only one)"),
-        Argument("--node", "the Node object's name (default: the one that `up` recorded)", default="", metavar="NODE"),
+        _argument("--node", "the Node object's name (default: the one that `up` recorded)", default="", metavar="NODE"),
         _kubeconfig("an administrator's kubeconfig"),
         configuration=SAVES,
     ),
     "run": Command(
-        "service:run_service",
+        "service:serve",
         "run the service: reconcile continuously, serve metrics",
         "Runs the service in the foreground until SIGTERM: reconciles continuously, serves metrics and health pages. "
         "SIGHUP reloads the configuration. Usually run by unbounded-agent.service.",
@@ -414,7 +419,7 @@ COMMANDS = {
         root=False,
     ),
     "load-modules": Command(
-        "load_modules:run_load_modules",
+        "prepare:load_modules",
         "",
         "Loads the kernel modules of the host's GPUs if driver.load_modules is set. "
         "Run by unbounded-agent-modules.service.",
@@ -429,7 +434,7 @@ COMMANDS = {
         "Writes a machine's settings before it starts. Run by unbounded-agent-prepare@MACHINE.service.",
         "sudo unbounded-agent prepare gpu-node",
         {0: "the machine has its settings", 1: "a step failed"},
-        Argument("machine", "the machine's name in the configuration", metavar="MACHINE"),
+        _argument("machine", "the machine's name in the configuration", metavar="MACHINE"),
         configuration=LAST_GOOD,
         hidden=True,
     ),
@@ -534,9 +539,10 @@ def _add(parser: argparse.ArgumentParser, key: str, commands: Mapping[str, Comma
         # Also after the command, where it replaces one before the command. The program's own help has it.
         added.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help=argparse.SUPPRESS)
         for each in command.arguments:
-            place = added if isinstance(each, Argument) else added.add_mutually_exclusive_group()
-            for argument in [each] if isinstance(each, Argument) else each:
-                place.add_argument(argument.name, **argument.options)  # type: ignore[arg-type]
+            alternatives = each if isinstance(each, list) else [each]
+            place = added if len(alternatives) == 1 else added.add_mutually_exclusive_group()
+            for name_or_flag, options in alternatives:
+                place.add_argument(name_or_flag, **options)  # type: ignore[arg-type]
         if below := subcommands(name):
             _add(added, "subcommand", below, required=name != "gpus")
         if name == "gpus":

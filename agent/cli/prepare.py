@@ -1,24 +1,21 @@
-"""Writes a machine's settings before each start, whoever starts it; run by unbounded-agent-prepare@.service."""
+"""What units run before machines start: `prepare` writes a machine's settings, and `load-modules` loads drivers."""
 
 import argparse
 import time
 from contextlib import suppress
 
 from agent.cli.printing import report_failures
-from agent.cli.wiring import reconciler_for
 from agent.config.load import load_or_last_good
-from agent.host.plan.goal import Plan
 from agent.host.reconcile import Outcome, Reconciler
+from agent.host.state.gpus import observe_gpus
 from agent.host.state.locks import pass_lock
 from agent.host.state.records import clear_report, mark_start, render_handed
+from agent.host.vendors import LOADERS
 from agent.model.errors import ConfigChangedError, ConfigError
-from agent.model.facts import Absent, Facts, LiveSettings, Unseen, render_live
+from agent.model.facts import Absent, Unseen, render_live
 from agent.model.paths import MACHINE_ROOTS, handed_roots_file, live_file
-from agent.system.files import System
 from agent.system.trust import write_record
 
-POLL = 1.0
-"""Seconds between two checks for a driver that loads late, or of the unit's state."""
 RETRY_LIMIT = 20.0
 """Seconds for which to try again if the unit's state cannot be observed."""
 STOP_LIMIT = 130.0
@@ -32,9 +29,21 @@ STOPPED = ("inactive", "failed", "activating")
 """The values that ActiveState of the machine's unit can have before the machine runs."""
 
 
-def run_prepare(options: argparse.Namespace) -> int:
-    """Run `prepare` with these options."""
-    return report_failures(prepare(options.machine, reconciler_for(options)).failures_of((options.machine,)))
+def load_modules(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Load the kernel modules of the host's GPUs if `driver.load_modules` is set. Raises AgentError or OSError."""
+    system, report = reconciler.system, reconciler.progress
+    if not reconciler.config.driver.load_modules:
+        report("driver.load_modules is not set: loading kernel modules is left to the host")
+        return 0
+    detached = observe_gpus(system).detached
+    for loader in LOADERS:
+        loader(system, reconciler.devices.pci_devices, detached, report)
+    return 0
+
+
+def run_prepare(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Prepare the machine that the options name. Return the exit code."""
+    return report_failures(prepare(options.machine, reconciler).failures_of((options.machine,)))
 
 
 def prepare(name: str, reconciler: Reconciler) -> Outcome:
@@ -46,12 +55,11 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     settings = reconciler.config.machines.get(name)
     if settings is None:
         raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
-    started = time.monotonic()
+    system, started = reconciler.system, time.monotonic()
     reconciler.wait_until = started + WAIT_LIMIT
     if _runs(name, reconciler):
         # `systemctl start` of a running machine runs this command too: keep the record of the machine's live settings.
         return _pass(reconciler)
-    system = reconciler.system
     try:
         # systemd makes it so at boot, but a file system may be mounted there later.
         system.make_private(MACHINE_ROOTS)
@@ -61,46 +69,53 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     # Mark the start now: if `stop` cancels the start from here on, the service must not start the machine again.
     mark_start(name, system)
     # Remove the record of live settings before taking the lock: if another process's pass holds the lock for too long,
-    # this command fails. The machine still starts after that failure, and the old record would be wrong.
-    _forget_live(name, system)
+    # this command fails. The machine still starts after that failure, and the old record would be wrong. A directory in
+    # its place stays until a record is written.
+    with suppress(IsADirectoryError):
+        system.remove(live_file(name))
     # Remove the old report. The machine's unit also mounts an empty directory over the report, but that may fail.
     clear_report(system, name)
     with pass_lock(system, reconciler.progress, reconciler.wait_until):
         # Remove the record again: the pass that held the lock may have found the machine running, and written a record.
-        _forget_live(name, system)
+        with suppress(IsADirectoryError):
+            system.remove(live_file(name))
         # Clear the record of the driver roots that the machine's previous run used. Its containers have ended, so these
         # roots may be removed now. If the record cannot be written, because the disk is full, the roots are kept.
         with suppress(OSError):
             system.write(handed_roots_file(name), render_handed(()))
+
+    def without_driver() -> tuple[str, str]:
+        """Return the machine's granted GPUs that no driver is bound to, or that have no device node yet."""
+        facts, planned, _ = reconciler.preview()
+        driver = {gpu.pci_address: gpu.driver for vendor in facts.vendors for gpu in vendor.gpus}
+        missing = ", ".join(
+            address
+            for machine in planned.goal.machines
+            if machine.name == name
+            for grant in machine.grants
+            for address in grant.gpus
+            if not driver[address] or all(node.pci_address != address for node in grant.nodes)
+        )
+        return missing, missing and f"waiting for the driver of GPU {missing}, up to {settings.driver_wait} s"
+
     # driver_wait counts from this command's start, so it includes the time in which `_runs` waited for the end of the
     # machine's previous run. The unit's time limit is too short for two full waits, one after the other.
-    _wait_for_driver(name, settings.driver_wait, started, reconciler)
-    return _write_settings(name, reconciler)
+    left = started + settings.driver_wait - time.monotonic()
+    if left > 0 and (missing := reconciler.wait(without_driver, left)):
+        reconciler.progress(f"continuing without GPU {missing}")
 
-
-def _forget_live(name: str, system: System) -> None:
-    """Remove the record of the machine's live settings. A directory in its place stays until a record is written."""
-    with suppress(IsADirectoryError):
-        system.remove(live_file(name))
-
-
-def _write_settings(name: str, reconciler: Reconciler) -> Outcome:
-    """Make passes until the machine's files match the goal, then record the settings that the machine starts with.
-
-    One pass may not be enough, because device nodes may appear during a pass. If a device node were in the record but
-    not in the files, later passes would assume that the machine has it, and not bind it. So if the files never match,
-    nothing is recorded.
-    """
-    outcome = _pass(reconciler)
-    for _ in range(PASSES - 1):
-        if _start_settings(name, outcome):
-            break
-        outcome = _pass(reconciler)
-    live = _start_settings(name, outcome)
-    if live:
-        with pass_lock(reconciler.system, reconciler.progress, reconciler.wait_until):
-            write_record(reconciler.system, live_file(name), render_live(live))
-    return outcome
+    # One pass may not be enough, because device nodes may appear during a pass. If a device node were in the record but
+    # not in the files, later passes would assume that the machine has it, and not bind it. So if the files never match,
+    # nothing is recorded.
+    passes = 0
+    while True:
+        outcome, passes = _pass(reconciler), passes + 1
+        live = next((machine.start_settings for machine in outcome.machines if machine.name == name), None)
+        if live:
+            with pass_lock(system, reconciler.progress, reconciler.wait_until):
+                write_record(system, live_file(name), render_live(live))
+        if live or passes == PASSES:
+            return outcome
 
 
 def _pass(reconciler: Reconciler) -> Outcome:
@@ -113,10 +128,6 @@ def _pass(reconciler: Reconciler) -> Outcome:
         if reconciler.in_force:
             reconciler.in_force.config = loaded.config
         return reconciler.reconcile()
-
-
-def _start_settings(name: str, outcome: Outcome) -> LiveSettings | None:
-    return next((machine.start_settings for machine in outcome.machines if machine.name == name), None)
 
 
 def _runs(name: str, reconciler: Reconciler) -> bool:
@@ -135,33 +146,4 @@ def _runs(name: str, reconciler: Reconciler) -> bool:
             return isinstance(state, str) and state not in STOPPED
         if time.monotonic() - started > (STOP_LIMIT if stops else RETRY_LIMIT):
             return True
-        time.sleep(POLL)
-
-
-def _wait_for_driver(name: str, seconds: int, started: float, reconciler: Reconciler) -> None:
-    deadline = started + seconds
-    reported = ""
-    while time.monotonic() < deadline:
-        facts, planned, _ = reconciler.preview()
-        waiting = ", ".join(_without_driver(name, facts, planned))
-        if not waiting:
-            return
-        if waiting != reported:
-            reconciler.progress(f"waiting for the driver of GPU {waiting}, up to {seconds} s")
-            reported = waiting
-        time.sleep(POLL)
-    if reported:
-        reconciler.progress(f"continuing without GPU {reported}")
-
-
-def _without_driver(name: str, facts: Facts, planned: Plan) -> list[str]:
-    """Return the machine's granted GPUs that no driver is bound to, or that have no device node yet."""
-    driver = {gpu.pci_address: gpu.driver for vendor in facts.vendors for gpu in vendor.gpus}
-    return [
-        address
-        for machine in planned.goal.machines
-        if machine.name == name
-        for grant in machine.grants
-        for address in grant.gpus
-        if not driver[address] or all(node.pci_address != address for node in grant.nodes)
-    ]
+        time.sleep(1.0)

@@ -1,13 +1,10 @@
 """`unbounded-agent run`: the service on this host."""
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 
 from agent.cli.doctor.host import diagnose_machines
-from agent.cli.host import load, this_host
-from agent.cli.wiring import make_reconciler
-from agent.config.load import Loaded
+from agent.cli.host import load, make_reconciler
 from agent.config.settings import Config
 from agent.host.daemon import loop
 from agent.host.daemon.health import Fixes
@@ -15,14 +12,14 @@ from agent.host.reconcile import Outcome, Reconciler
 from agent.system.files import System
 
 
-def run_service(options: argparse.Namespace) -> int:
+def serve(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Run the service until SIGTERM or SIGINT, and return the exit code."""
-    system = this_host()
-
-    def make(loaded: Loaded, progress: Callable[[str], None]) -> Reconciler:
-        return make_reconciler(loaded, system, progress)
-
-    return loop.run(lambda: load(options, system), make, fix=partial(fixes, system))
+    system = reconciler.system
+    return loop.run(
+        partial(load, options, system),
+        lambda loaded, progress: make_reconciler(loaded, system, progress),
+        fix=partial(fixes, system),
+    )
 
 
 def fixes(system: System, config: Config, outcome: Outcome) -> Fixes:

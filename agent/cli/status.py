@@ -4,103 +4,98 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import zip_longest
 from typing import TypeAlias
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from agent.cli.doctor.host import faults_in_brief
 from agent.cli.host import load
 from agent.cli.output import (
     causes,
+    condition_tables,
+    difference,
     document,
     print_machines,
     print_no_machines,
-    print_tables,
     report_problems,
-    started_and_stopped,
-    style,
     summaries,
 )
-from agent.cli.output import difference as file_difference
-from agent.cli.printing import progress, report, report_failures, say
-from agent.cli.wiring import reconciler_for
-from agent.config.settings import Config
+from agent.cli.printing import report, report_failures, say, terminal
 from agent.host.plan.diff import Difference
 from agent.host.plan.goal import Plan
-from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome, Reconciler
+from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome, Reconciler, started_and_stopped
 from agent.host.state.locks import COMMAND_WAIT, machine_locks
 from agent.host.state.records import read_history
 from agent.model.conditions import Reason, Status
 from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import Absent, Broken, Facts, Unseen
-from agent.model.goal import Action, Step
+from agent.model.goal import Step
 from agent.model.text import rfc3339
 from agent.system.files import System
 
-NOT_READY, UNKNOWN = 3, 4
-"""Exit codes of --check and --wait. 1 and 2 mean that the command failed."""
+EXIT_CODES = {Status.FALSE: 3, Status.UNKNOWN: 4}
+"""Exit codes of --check and --wait, the worst first. 1 and 2 mean that the command failed."""
 AS_ROOT = "note: root may read what is unknown here: run `sudo unbounded-agent status`"
-POLL = 1.0
-"""Seconds between two observations while waiting."""
 CLEAR = "\x1b[H\x1b[2J"
 """Clears a terminal (ECMA-48)."""
-
+ANSWER_LIMIT = 180.0
+"""Seconds that `apply` waits for machines to boot and report, in addition to their longest driver_wait."""
 
 JsonStep: TypeAlias = dict[str, str]
 """A step in the document of `plan`."""
 
 
-class Request(Struct, frozen=True):
-    """What to print, and whether to wait or repeat."""
-
-    machine: str = ""
-    """The only machine to print; empty for all."""
-    form: str = ""
-    """`json`, `wide`, or empty for a summary."""
-    check: bool = False
-    """Whether the exit code says if the machines are ready."""
-    wait: float | None = None
-    """Seconds to wait until the machines are ready; None to print at once."""
-    watch: float | None = None
-    """Seconds between two prints; None to print once."""
-
-
-def run_status(options: argparse.Namespace) -> int:
-    """Run `status` with these options."""
-    form = "json" if options.json else "wide" if options.wide else ""
-    request = Request(options.machine, form, options.check, options.wait, options.watch)
-    reconciler = reconciler_for(options)
-    return status(reconciler, request, lambda: load(options, reconciler.system).config)
-
-
-def status(reconciler: Reconciler, request: Request = Request(), load_again: Callable[[], Config] | None = None) -> int:
-    """Print the machines' states as `request` asks. Return the exit code. Raises ConfigError for an unknown machine.
-
-    `load_again` reads the configuration again; None if the configuration cannot change.
-    """
-    if request.machine and request.machine not in reconciler.config.machines:
+def status(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Print the machines' states. Return the exit code. Raises ConfigError for an unknown machine."""
+    if options.machine and options.machine not in reconciler.config.machines:
         known = ", ".join(reconciler.config.machines) or "none"
-        raise ConfigError(f"machine {request.machine} is not configured", f"configured machines: {known}")
-    if request.watch is not None:
-        return _watch(reconciler, request, request.watch, load_again or (lambda: reconciler.config))
-    facts, machines = _observe(reconciler, request) if request.wait is None else _wait(reconciler, request)
+        raise ConfigError(f"machine {options.machine} is not configured", f"configured machines: {known}")
+    if options.watch is not None:
+        return _watch(options, reconciler)
+
+    def look() -> tuple[tuple[Facts, tuple[MachineOutcome, ...]], str]:
+        facts, machines = _observe(options.machine, reconciler)
+        waiting = (each for each in machines if each.ready.status is not Status.TRUE)
+        return (facts, machines), "; ".join(f"{each.name}: waiting: {each.ready.reason}" for each in waiting)
+
+    facts, machines = reconciler.wait(look, options.wait or 0.0)
     report_problems(facts)
     for sentence in faults_in_brief(reconciler.config, reconciler.system):
         report(f"note: {sentence}")
-    _print(reconciler, request, facts, machines)
+    _print(options, reconciler, facts, machines)
     if os.geteuid() != 0 and any(c.reason == Reason.OBSERVATION_FAILED for each in machines for c in each.conditions):
         report(AS_ROOT)
-    return _exit_code(machines) if request.check or request.wait is not None else 0
+    if not options.check and options.wait is None:
+        return 0
+    statuses = {each.ready.status for each in machines}
+    return next((code for each, code in EXIT_CODES.items() if each in statuses), 0)
 
 
-def _observe(reconciler: Reconciler, request: Request) -> tuple[Facts, tuple[MachineOutcome, ...]]:
-    facts, planned, difference = reconciler.preview()
-    machines = reconciler.evaluate(facts, planned, difference)
-    requested = (each for each in machines if request.machine in ("", each.name))
-    return facts, as_dated(requested, reconciler.system)
+def _print(
+    options: argparse.Namespace, reconciler: Reconciler, facts: Facts, machines: tuple[MachineOutcome, ...]
+) -> None:
+    if options.json:
+        say([document("status", as_object(machines, facts))])
+    elif options.wide:
+        say(condition_tables(machines))
+        print_no_machines(reconciler)
+    elif len(machines) > 1:
+        width, colour = terminal()
+        say(summaries(machines, width=width, colour=colour, whole=False))
+        if any(causes(each.conditions) for each in machines):
+            say(["", "Full messages: unbounded-agent status MACHINE", "What to do: unbounded-agent doctor"])
+    else:
+        print_machines(machines, reconciler)
+
+
+def _observe(machine: str, reconciler: Reconciler) -> tuple[Facts, tuple[MachineOutcome, ...]]:
+    """Return the facts, and this machine, or all machines if the name is empty."""
+    facts, planned, left = reconciler.preview()
+    machines = reconciler.evaluate(facts, planned, left)
+    return facts, as_dated((each for each in machines if machine in ("", each.name)), reconciler.system)
 
 
 def as_dated(machines: Iterable[MachineOutcome], system: System) -> tuple[MachineOutcome, ...]:
@@ -123,36 +118,7 @@ def as_dated(machines: Iterable[MachineOutcome], system: System) -> tuple[Machin
     )
 
 
-def _print(reconciler: Reconciler, request: Request, facts: Facts, machines: tuple[MachineOutcome, ...]) -> None:
-    match request.form:
-        case "json":
-            say([as_json(machines, facts, time.time())])
-        case "wide":
-            print_tables(machines, reconciler)
-        case _ if len(machines) > 1:
-            say(summaries(machines, time.time(), style(whole=False)))
-            if any(causes(each.conditions) for each in machines):
-                say(["", "Full messages: unbounded-agent status MACHINE", "What to do: unbounded-agent doctor"])
-        case _:
-            print_machines(machines, reconciler)
-
-
-def _wait(reconciler: Reconciler, request: Request) -> tuple[Facts, tuple[MachineOutcome, ...]]:
-    """Wait until all machines are ready, or time is up."""
-    deadline, last_sentence = time.monotonic() + (request.wait or 0), ""
-    while True:
-        facts, machines = _observe(reconciler, request)
-        waiting = [each for each in machines if each.ready.status is not Status.TRUE]
-        if not waiting or time.monotonic() >= deadline:
-            return facts, machines
-        sentence = "; ".join(f"{each.name}: waiting: {each.ready.reason}" for each in waiting)
-        if sentence != last_sentence:
-            reconciler.progress(sentence)
-            last_sentence = sentence
-        time.sleep(POLL)
-
-
-def _watch(reconciler: Reconciler, request: Request, interval: float, load_again: Callable[[], Config]) -> int:
+def _watch(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Print again and again until interrupted. On a terminal, clear it before each print.
 
     If standard output is not a terminal, print only after a change. While the configuration is invalid, show why, and
@@ -160,36 +126,33 @@ def _watch(reconciler: Reconciler, request: Request, interval: float, load_again
     """
     before: Sequence[object] = ()
     while True:
-        now = time.time()
+        now = rfc3339(time.time())
         current: Sequence[object]
         rejected: list[str] = []
         try:
-            reconciler.config = load_again()
+            reconciler.config = load(options, reconciler.system).config
         except (ConfigError, ImportError) as error:
             # ImportError: the agent is being upgraded.
             rejected = [str(error)]
         try:
-            _, machines = _observe(reconciler, request)
+            _, machines = _observe(options.machine, reconciler)
             current = [*rejected, *((each.name, *causes(each.conditions)) for each in machines)]
-            none = f"machine {request.machine} is not configured" if request.machine else NO_MACHINES
-            lines = [*rejected, *(summaries(machines, now, style(whole=len(machines) == 1)) if machines else [none])]
+            none = f"machine {options.machine} is not configured" if options.machine else NO_MACHINES
+            width, colour = terminal()
+            shown = summaries(machines, width=width, colour=colour, whole=len(machines) == 1)
+            lines = [*rejected, *(shown if machines else [none])]
         except AgentError as error:
             current = lines = [str(error)]
         if sys.stdout.isatty():
-            say([f"{CLEAR}{rfc3339(now)}", *lines])
+            say([f"{CLEAR}{now}", *lines])
         elif current != before:
-            say([rfc3339(now), *lines])
+            say([now, *lines])
         before = current
-        time.sleep(interval)
+        time.sleep(options.watch)
 
 
-def _exit_code(machines: Iterable[MachineOutcome]) -> int:
-    statuses = {each.ready.status for each in machines}
-    return NOT_READY if Status.FALSE in statuses else UNKNOWN if Status.UNKNOWN in statuses else 0
-
-
-def as_json(machines: Iterable[MachineOutcome], facts: Facts, now: float) -> str:
-    """Return the document of `status --json` (docs/json.md)."""
+def as_object(machines: Iterable[MachineOutcome], facts: Facts) -> dict[str, object]:
+    """Return the content of `status --json` (docs/json.md)."""
     states = {
         machine.name: {
             "ready": machine.ready.status,
@@ -201,66 +164,43 @@ def as_json(machines: Iterable[MachineOutcome], facts: Facts, now: float) -> str
         }
         for machine in machines
     }
-    return document("status", now, {"machines": states, "problems": facts.all_problems()})
+    return {"machines": states, "problems": facts.all_problems()}
 
 
-def run_plan(options: argparse.Namespace) -> int:
-    """Run `plan` with these options."""
-    return plan(reconciler_for(options), with_differences=options.diff, for_programs=options.json)
-
-
-def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs: bool = False) -> int:
+def plan(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Print the steps. Also print each machine that does not get its settings, or perhaps does not, with the reason.
 
     Return 1 if a machine's files must not be written, or if systemd-nspawn@.service is missing or cannot be read; 2 if
     a machine does not exist and `up` does not make it: its name may be wrong.
     """
-    facts, planned, difference = reconciler.preview()
-    stopped = [each.name for each in reconciler.evaluate(facts, planned, difference) if each.stopped]
-    of_up, unknown = _of_up(reconciler, facts, difference)
-    exceptions = (*_exceptions(planned, difference, facts), *unknown.items())
-    if for_programs:
-        steps = [*_as_json(difference.actions), *map(_start, stopped)]
+    facts, planned, left = reconciler.preview()
+    stopped = [each.name for each in reconciler.evaluate(facts, planned, left) if each.stopped]
+    of_up, unknown = _of_up(reconciler, facts, left)
+    steps = [*_as_json(left.actions), *map(_start, stopped)]
+    exceptions = (*_exceptions(planned, left, facts), *unknown.items())
+    configured = [each for each in facts.machines if each.name in reconciler.config.machines]
+    missing = [each.name for each in configured if isinstance(each.root, Absent)]
+    if options.json:
         others = [{"machine": name, "message": why} for name, why in exceptions]
         content = {"steps": steps, "upSteps": of_up, "exceptions": others, "problems": facts.all_problems()}
-        say([document("plan", time.time(), content)])
+        say([document("plan", content)])
     else:
         say(f"{name}: {why}" for name, why in exceptions)
-        if (
-            difference.actions
-            or stopped
-            or not (of_up or any(isinstance(each.root, Absent) for each in facts.machines))
-        ):
-            say(_steps(difference.actions, stopped, reconciler, with_differences=with_differences))
+        if not steps and not of_up and not any(isinstance(each.root, Absent) for each in facts.machines):
+            say(["nothing to do"])
+        for step, action in zip_longest(steps, left.actions):
+            shown = difference(action, reconciler.system) if options.diff and action else ()
+            say([f"would {step['sentence']}", *shown])
         say(f"`up` would {each['sentence']}" for each in of_up)
         print_no_machines(reconciler)
         report_problems(facts)
-    return _plan_code(reconciler.config, difference, facts)
-
-
-def _plan_code(config: Config, difference: Difference, facts: Facts) -> int:
-    configured = [each for each in facts.machines if each.name in config.machines]
     broken = any(isinstance(each.root, Broken) for each in configured)
-    if broken or difference.refused or not isinstance(facts.template_device_allow, tuple):
+    if broken or left.refused or not isinstance(facts.template_device_allow, tuple):
         return 1
-    missing = (each.name for each in configured if isinstance(each.root, Absent))
-    return 0 if all(config.machines[name].node for name in missing) else 2
+    return 0 if all(reconciler.config.machines[name].node for name in missing) else 2
 
 
-def _steps(
-    actions: tuple[Action, ...], stopped: list[str], reconciler: Reconciler, *, with_differences: bool
-) -> Iterator[str]:
-    if not actions and not stopped:
-        yield "nothing to do"
-    for action in actions:
-        yield f"would {action.describe()}"
-        if with_differences:
-            yield from file_difference(action, reconciler.system)
-    for name in stopped:
-        yield f"would start machine {name}"
-
-
-def _of_up(reconciler: Reconciler, facts: Facts, difference: Difference) -> tuple[list[JsonStep], dict[str, str]]:
+def _of_up(reconciler: Reconciler, facts: Facts, left: Difference) -> tuple[list[JsonStep], dict[str, str]]:
     """Return the steps of `up` that `apply` would not carry out, and by machine why some are unknown."""
     nodes = tuple(sorted(name for name, each in reconciler.config.machines.items() if each.node))
     if not nodes:
@@ -271,7 +211,7 @@ def _of_up(reconciler: Reconciler, facts: Facts, difference: Difference) -> tupl
 
     _, planned, with_machines = reconciler.planned(as_if_made(nodes, facts))
     before, after, unknown = Provisioner(reconciler.config, reconciler.system, HostNetwork()).preview(nodes, planned)
-    settings = [each for each in with_machines.actions if each not in difference.actions]
+    settings = [each for each in with_machines.actions if each not in left.actions]
     made = [each.name for each in facts.machines if each.name in nodes and isinstance(each.root, Absent)]
     steps = [*_as_json((*before, *settings)), *map(_start, made), *_as_json(after)]
     return steps, {name: f"what `up` would do is not completely known: {why}" for name, why in unknown.items()}
@@ -285,7 +225,7 @@ def _start(machine: str) -> JsonStep:
     return {"kind": "start", "sentence": f"start machine {machine}"}
 
 
-def _exceptions(planned: Plan, difference: Difference, facts: Facts) -> Iterator[tuple[str, str]]:
+def _exceptions(planned: Plan, left: Difference, facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield each machine that does not get its settings, or perhaps does not, with the reason."""
     for machine in facts.machines:
         if isinstance(machine.root, Unseen):
@@ -294,45 +234,33 @@ def _exceptions(planned: Plan, difference: Difference, facts: Facts) -> Iterator
         yield name, f"{why}: nothing is set up"
     for name, why in planned.held.items():
         yield name, f"left unchanged: {why}"
-    for name, refused in difference.refused.items():
+    for name, refused in left.refused.items():
         yield name, f"its settings are not written: {refused.why if isinstance(refused, Unseen) else refused}"
 
 
-ANSWER_LIMIT = 180.0
-"""Seconds that `apply` waits for machines to boot and report, in addition to their longest driver_wait."""
-PROGRESS_INTERVAL = 15.0
-"""Seconds between two progress messages."""
-
-
-def run_apply(options: argparse.Namespace) -> int:
-    """Run `apply` with these options."""
-    return apply(reconciler_for(options))
-
-
-def apply(reconciler: Reconciler) -> int:
+def apply(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Make a pass, start stopped machines, wait until every machine has reported, and print the conditions.
 
     Stopped machines whose units are masked are neither started nor awaited. A stopped machine on which another command
     works is not started either, which counts as a failure. A failed step ends the wait. Return the exit code: 1 if a
     step failed or a machine is not ready.
     """
-    outcome, failures = _run_pass(reconciler)
+    first = [_run_pass(reconciler)]
+
+    def look() -> tuple[tuple[Outcome, tuple[str, ...], list[MachineOutcome]], str]:
+        if first:
+            outcome, failures = first.pop()
+        else:
+            outcome = reconciler.reconcile()
+            ended = {each.name for each in outcome.facts.machines if each.stays_ended}
+            stopped = (started_and_stopped(each.name) for each in _waiting(outcome) if each.name in ended)
+            failures = (*outcome.failures, *stopped)
+        waiting = [] if failures else _waiting(outcome)
+        return (outcome, failures, waiting), "; ".join(f"{each.name}: waiting: {each.awaited}" for each in waiting)
+
     limit = ANSWER_LIMIT + max((each.driver_wait for each in reconciler.config.machines.values()), default=0)
-    started, next_report = time.monotonic(), 0.0
-    while not failures and (waiting := _waiting(outcome)):
-        waited = time.monotonic() - started
-        if waited > limit:
-            failures += tuple(f"machine {machine.name} did not report within {limit:.0f} s" for machine in waiting)
-            break
-        if waited >= next_report:
-            for machine in waiting:
-                progress(f"{machine.name}: waiting: {machine.awaited}")
-            next_report = waited + PROGRESS_INTERVAL
-        time.sleep(1)
-        outcome = reconciler.reconcile()
-        ended = {each.name for each in outcome.facts.machines if each.stays_ended}
-        failures += outcome.failures
-        failures += tuple(started_and_stopped(each.name) for each in _waiting(outcome) if each.name in ended)
+    outcome, failures, waiting = reconciler.wait(look, limit)
+    failures += tuple(f"machine {machine.name} did not report within {limit:.0f} s" for machine in waiting)
     print_machines(outcome.machines, reconciler)
     report_problems(outcome.facts)
     ready = all(machine.ready.status is Status.TRUE for machine in outcome.machines)

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -129,6 +130,11 @@ def granted_to(machines: Iterable[MachineOutcome]) -> Mapping[str, tuple[str, ..
     return granted
 
 
+def started_and_stopped(name: str) -> str:
+    """Return the sentence about a machine that was started and no longer runs."""
+    return f"machine {name} started and then stopped: see `journalctl -e -u {machine_unit(name)}`"
+
+
 class Outcome(Struct, frozen=True):
     """The result of one pass."""
 
@@ -164,6 +170,9 @@ SYSTEMD_MINIMUM = 252
 """Debian 12's version, the oldest tested."""
 
 
+T = TypeVar("T")
+
+
 class FailedCleanup(Struct, frozen=True):
     """A removal that failed."""
 
@@ -194,6 +203,21 @@ class Reconciler(Struct):
     failed_cleanups: dict[Cleanup, FailedCleanup] = field(default_factory=dict)
     logged_faults: tuple[str, ...] = ()
     """The faults of the last pass, one sentence each. Their tracebacks are in the log already."""
+
+    def wait(self, look: Callable[[], tuple[T, str]], seconds: float, poll: float = 1.0) -> T:
+        """Call `look` again and again, until there is nothing to wait for, or time is up. Return its last result.
+
+        `look` returns a result, and in words what is waited for: an empty text if nothing is. New words are reported.
+        """
+        deadline, said = time.monotonic() + seconds, ""
+        while True:
+            result, awaited = look()
+            if not awaited or time.monotonic() >= deadline:
+                return result
+            if awaited != said:
+                self.progress(awaited)
+                said = awaited
+            time.sleep(poll)
 
     def preview(self) -> tuple[Facts, Plan, Difference]:
         """Return facts, plan and difference without changing anything. Raises AgentError if no pass is possible."""

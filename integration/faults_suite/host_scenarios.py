@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agent.cli.gpus import Timing, attach, detach
+from agent.host.detach import Timing, attach, detach
 from integration.faults_suite.host_world import HostWorld
 from tests.fakes.gpu_host import MACHINE
 from tests.fakes.host import INFORMATION
 
 NEWER = "580.95.05"
 FIRST, SECOND, THIRD = (f"0000:0{bus}:00.0" for bus in (1, 2, 3))
-FAST = Timing(poll=0, answer=20, report_interval=0)
+FAST = Timing(poll=0, answer=20)
 
 
 def _nothing(world: HostWorld) -> None:

@@ -15,7 +15,7 @@ ELSEWHERE = {
     # Called by three that are.
     "agent.model.toml_document.parse_toml",
     # They take what Python's JSON parser returned.
-    *(f"agent.cli.kube.parse_{name}" for name in ("claimants", "counts", "holders")),
+    *(f"agent.host.allocation.parse_{name}" for name in ("claimants", "counts", "holders")),
 }
 """Parsers that are not in the registry."""
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from agent import __version__
-from agent.cli.kube import CLAIM_LINES, DIRECTORY, Node, allocation, to_dra
-from agent.cli.parser import make_parser
 from agent.config.settings import Config
+from agent.host.allocation import CLAIM_LINES, DIRECTORY, Node, to_dra
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.errors import ConfigError, DocumentError
 from agent.model.handoff import Report, parse_handoff, render_report
 from agent.model.paths import cordoned_file, handoff_file, report_directory
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, set_up, units
 from tests.fakes.host import Host
 
@@ -75,10 +75,7 @@ class Cluster:
         config = Config.validated({"machines": {MACHINE: {"allocation": self.allocation}}})
         agent = Reconciler(config, self.host, self.host)
         self.report(agent)
-        options = make_parser().parse_args(
-            ["kube", "allocation", to, *machine, f"--kubeconfig={kubeconfig}", f"--node={node}"]
-        )
-        return allocation(options, agent)
+        return command(agent, "kube allocation", to, *machine, f"--kubeconfig={kubeconfig}", f"--node={node}")
 
     def changes(self) -> list[tuple[str, ...]]:
         made = [argv[2:] for argv in self.host.runner.calls if argv[:1] == ("kubectl",) and argv[2] != "get"]

@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from agent.cli.status import apply
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
 from agent.model.paths import machine_unit
 from tests.fakes.clock import Clock
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 
@@ -22,7 +22,7 @@ def test_a_masked_machine_is_not_waited_for(gpu_host: Host, clock: Clock, capsys
 
     clock.meanwhile = sleep
     gpu_host.bus.unit(UNITS[0], "inactive", "masked")
-    assert apply(reconciler(gpu_host)) == 1
+    assert command(reconciler(gpu_host), "apply") == 1
     assert f"`systemctl unmask {UNITS[0]}`" in " ".join(capsys.readouterr().out.split())
 
 
@@ -31,7 +31,7 @@ def test_a_machine_that_has_ended_is_not_waited_for(
 ) -> None:
     """It cannot report. `apply` waited for five minutes."""
     clock.least = 100.0
-    assert apply(reconciler(gpu_host)) == 1
+    assert command(reconciler(gpu_host), "apply") == 1
     assert f"machine {MACHINE} started and then stopped: see `journalctl -e -u {UNITS[0]}`" in capsys.readouterr().err
     assert len(clock.slept) == 1
 
@@ -43,7 +43,7 @@ def test_a_machine_that_another_command_stopped_is_not_started(
     start = ("systemctl", "start", "--no-block", UNITS[0])
     units(gpu_host, "inactive", stopped_at=4711)
     with machine_locks(gpu_host, (MACHINE,), "reset"):
-        assert apply(reconciler(gpu_host)) == 1
+        assert command(reconciler(gpu_host), "apply") == 1
     assert start not in gpu_host.runner.calls
     said = f"machine {MACHINE} was not started: another command is working on machine {MACHINE}: "
     assert f"{said}`unbounded-agent reset` (process {os.getpid()})" in " ".join(capsys.readouterr().err.split())
@@ -57,7 +57,7 @@ def test_a_command_that_works_on_all_machines_delays_apply_only_once(gpu_host: H
         gpu_host.bus.unit(machine_unit(name), "inactive", stopped_at=4711)
     agent = Reconciler(Config.validated({"machines": {name: {} for name in names}}), gpu_host, gpu_host)
     with machine_locks(gpu_host, names, "up"):
-        assert apply(agent) == 1
+        assert command(agent, "apply") == 1
     assert clock.passed < 10
 
 
@@ -67,4 +67,4 @@ def test_other_commands_may_work_on_a_machine_that_apply_waits_for(gpu_host: Hos
             units(gpu_host, "inactive", stopped_at=4711)
 
     clock.meanwhile = sleep
-    assert apply(reconciler(gpu_host)) == 1
+    assert command(reconciler(gpu_host), "apply") == 1

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.gpus import Ending, Timing, attach, detach, holders
 from agent.config.settings import Config
+from agent.host.detach import Ending, Timing, attach, detach, holders
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import forget_detached, observe_gpus, record_detached
 from agent.host.state.locks import pass_lock
@@ -18,6 +18,7 @@ from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import DeviceAllow, Unseen, parse_live
 from agent.model.handoff import FabricAnswer
 from agent.model.paths import GPUS, handoff_file, live_file, node_record, nspawn_file, report_directory
+from tests.fakes.clock import Clock
 from tests.fakes.detach_site import FAST, HOLDER, Interrupted, Site
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host
@@ -27,8 +28,8 @@ FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    site = Site(tmp_path / "host")
+def site(tmp_path: Path, clock: Clock) -> Site:
+    site = Site(tmp_path / "host", clock)
     site.start()
     return site
 
@@ -299,7 +300,7 @@ def test_force_takes_the_gpu_and_names_its_users(site: Site) -> None:
 def test_a_machine_that_never_answers_loses_the_permission(site: Site) -> None:
     site.answers = False
     site.host.remove_file(f"{report_directory(MACHINE)}/report.json")
-    ending = detach(SECOND, site.agent, Timing(poll=0, answer=0, report_interval=0))
+    ending = detach(SECOND, site.agent, Timing(poll=0, answer=0))
     assert ending.done, text(ending)
     assert f"machine {MACHINE} did not remove {SECOND} from its CDI specification" in text(ending)
     assert not site.permitted()

@@ -5,23 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.gpus import Ending, Timing, attach, detach
+from agent.host.detach import Ending, Timing, attach, detach
 from agent.host.state.gpus import observe_gpus
 from agent.model.contract import Effect, GpuState, parse_gpu_states
 from agent.model.paths import gpu_states_file
+from tests.fakes.clock import Clock
 from tests.fakes.detach_site import Interrupted, Site
 from tests.fakes.gpu_host import MACHINE
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
-FAST = Timing(poll=0, answer=20, report_interval=0, taint=0, eviction=0)
+FAST = Timing(poll=0, answer=20, taint=0, eviction=0)
 HEALTHY = (GpuState.HEALTHY, Effect.NONE)
 TAINTED = (GpuState.DRAINING, Effect.NO_SCHEDULE)
 EVICTED = (GpuState.DRAINING, Effect.NO_EXECUTE)
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    site = Site(tmp_path / "host")
+def site(tmp_path: Path, clock: Clock) -> Site:
+    site = Site(tmp_path / "host", clock)
     site.configure(allocation="dra")
     site.start()
     return site
@@ -96,7 +97,7 @@ def test_force_evicts_first(site: Site) -> None:
     directory = site.hold()
     seen: list[object] = []
     site.meanwhile = [lambda: seen.append((state(site), site.granted())), lambda: shutil.rmtree(directory)]
-    timing = Timing(poll=0, answer=20, report_interval=0, taint=0, eviction=20)
+    timing = Timing(poll=0, answer=20, taint=0, eviction=20)
     assert detach(SECOND, site.configure(allocation="dra", on_detach="force"), timing).done
     assert seen == [(EVICTED, (FIRST, SECOND))]
     assert (state(site), site.granted()) == (EVICTED, (FIRST,))

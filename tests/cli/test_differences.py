@@ -7,9 +7,9 @@ import os
 import pytest
 
 from agent.cli.output import difference
-from agent.cli.status import plan
 from agent.model.goal import ReloadUnits, RemoveFile, WriteFile
 from agent.model.paths import nspawn_file
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
@@ -60,7 +60,7 @@ def test_other_steps_change_no_file(host: Host) -> None:
 
 
 def test_the_plan_with_differences(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(reconciler(gpu_host), with_differences=True) == 0
+    assert command(reconciler(gpu_host), "plan --diff") == 0
     lines = capsys.readouterr().out.splitlines()
     place = lines.index(f"+++ {nspawn_file(MACHINE)}")
     assert lines[place - 2].startswith(f"would write {nspawn_file(MACHINE)}")
@@ -69,7 +69,7 @@ def test_the_plan_with_differences(gpu_host: Host, capsys: pytest.CaptureFixture
 
 
 def test_the_plan_for_programs(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(reconciler(gpu_host), for_programs=True) == 0
+    assert command(reconciler(gpu_host), "plan --json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["version"], found["exceptions"], found["problems"]) == (1, [], [])
     assert {each["kind"] for each in found["steps"]} >= {"write", "stage", "start"}

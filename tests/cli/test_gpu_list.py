@@ -5,13 +5,15 @@ import os
 
 import pytest
 
-from agent.cli.gpus import list_gpus
-from agent.cli.main import main
+from agent.cli.host import load
+from agent.cli.parser import make_parser
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
+from agent.model.errors import ConfigError
 from agent.model.facts import PciDevice, Unseen
-from agent.model.paths import CONFIG_FILE, granted_file
+from agent.model.paths import granted_file
 from agent.system.processes import Held, Holder
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda
@@ -25,17 +27,17 @@ CGROUP = f"/machine.slice/systemd-nspawn@{MACHINE}.service/kubepods-pod{POD.repl
 def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     """What a search of all processes finds: the last of these."""
     found = [Held()]
-    monkeypatch.setattr("agent.cli.gpus.find_holders", lambda *_: found[-1])
+    monkeypatch.setattr("agent.host.detach.find_holders", lambda *_: found[-1])
     return found
 
 
 def listed(agent: Reconciler, capsys: pytest.CaptureFixture[str], code: int = 0) -> list[list[str]]:
-    assert list_gpus(agent, for_programs=False) == code
+    assert command(agent, "gpus") == code
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 def document(agent: Reconciler, capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, dict[str, object]]:
-    assert list_gpus(agent, for_programs=True) == code
+    assert command(agent, "gpus --json") == code
     found = json.loads(capsys.readouterr().out)
     assert (found["version"], found["command"]) == (1, "gpus")
     return {each["address"]: each for each in found["gpus"]}
@@ -165,28 +167,25 @@ def test_a_host_without_machines(gpu_host: Host, capsys: pytest.CaptureFixture[s
     assert [each["state"] for each in found.values()] == ["free", "free"]
 
 
-@pytest.mark.parametrize("command", ["detach", "attach", "forget"])
+@pytest.mark.parametrize("name", ["detach", "attach", "forget"])
 def test_commands_that_change_something_need_a_configuration(
-    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A pass without machines would remove the settings of all machines that have stopped."""
-    monkeypatch.setattr("agent.cli.wiring.this_host", lambda *_: gpu_host)
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert main(["gpus", command, FIRST]) == 2
-    assert "no such file" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no such file"):
+        load(make_parser().parse_args(["gpus", name, FIRST]), gpu_host)
 
 
-@pytest.mark.parametrize("command", ["gpus", "doctor"])
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize(("name", "code", "said"), [("gpus", 0, FIRST), ("doctor", 1, "no machine is configured")])
 def test_no_configuration_is_needed(
-    gpu_host: Host, held: list[Held], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    gpu_host: Host, capsys: pytest.CaptureFixture[str], name: str, code: int, said: str
 ) -> None:
-    assert not gpu_host.exists(CONFIG_FILE)
     gpu_host.bus.unit("unbounded-agent.service", "inactive", "not-found")
     answer_of_libcuda(gpu_host, "12040\n")
-    for module in ("host", "wiring"):
-        monkeypatch.setattr(f"agent.cli.{module}.this_host", lambda *_: gpu_host)
-    monkeypatch.setattr("agent.cli.wiring.Sysfs", lambda system: system)
-    assert main([command]) == (0 if command == "gpus" else 1)
+    loaded = load(make_parser().parse_args([name]), gpu_host)
+    assert command(Reconciler(loaded.config, gpu_host, gpu_host), name) == code
     printed = capsys.readouterr()
     assert "no such file" in printed.err
-    assert FIRST in printed.out if command == "gpus" else "no machine is configured" in printed.out
+    assert said in printed.out

@@ -105,14 +105,6 @@ assert list(load_or_last_good(System(host_runner, {str(tmp_path)!r})).config.mac
 
 
 @pytest.mark.processes
-def test_loading_kernel_modules_needs_no_pass(tmp_path: Path) -> None:
-    names = loaded("--config", str(tmp_path / "config.toml"), "load-modules")
-    assert names & COMMANDS == {"agent.cli.load_modules"}
-    assert "agent.host.reconcile" not in names
-    assert names & SERVICE == set()
-
-
-@pytest.mark.processes
 def test_the_steps_of_up_need_no_netlink_until_the_network_is_observed() -> None:
     """`plan` shows these steps; loading pyroute2 takes more processor time than all else that a command loads."""
     names = loaded_by("import agent.host.provision.up, agent.system.network")

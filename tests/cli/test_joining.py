@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.node import JOIN_LIMIT, SERVER_LIMIT, up
 from agent.host.apply.steps import give_token, given_token
+from agent.host.joining import JOIN_LIMIT, SERVER_LIMIT
 from agent.model.paths import joined_file, machine_root, token_file
 from agent.system.http import Answer
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, UNITS
 from tests.fakes.node_host import NODE, TOKEN, TOKEN_FILE, NodeHost, node_host, node_reconciler
 
@@ -63,8 +64,8 @@ def clock(host: NodeHost, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def run(host: NodeHost, clock: Clock, *, for_programs: bool = False) -> int:
-    agent = node_reconciler(host)
-    return up(agent, MACHINE, rebuild=False, for_programs=for_programs, network=host.network, ask=clock.ask)
+    form = " --json" if for_programs else ""
+    return command(node_reconciler(host), f"up {MACHINE}{form}", network=host.network, ask=clock.ask)
 
 
 def write_token(host: NodeHost, token: str) -> None:
@@ -238,7 +239,7 @@ def test_a_node_that_joins_while_it_gets_a_token_again_has_joined(host: NodeHost
         return Answer(200, None)
 
     agent = node_reconciler(host)
-    assert up(agent, MACHINE, rebuild=False, for_programs=False, network=host.network, ask=ask) == 0
+    assert command(agent, f"up {MACHINE}", network=host.network, ask=ask) == 0
     assert host.exists(joined_file(MACHINE))
     assert not host.exists(token_file(MACHINE))
 
@@ -257,7 +258,7 @@ def test_a_server_that_does_not_answer_once_keeps_no_token_from_a_node(host: Nod
         return clock.ask(url, token=TOKEN)
 
     agent = node_reconciler(host)
-    assert up(agent, MACHINE, rebuild=False, for_programs=False, network=host.network, ask=ask) == 0
+    assert command(agent, f"up {MACHINE}", network=host.network, ask=ask) == 0
     assert len(tries) == 2
 
 
@@ -274,7 +275,7 @@ def test_a_node_without_its_token_file_waits_for_a_late_server_too(host: NodeHos
         return clock.ask(url)
 
     agent = node_reconciler(host)
-    assert up(agent, MACHINE, rebuild=False, for_programs=False, network=host.network, ask=ask) == 0
+    assert command(agent, f"up {MACHINE}", network=host.network, ask=ask) == 0
     assert clock.passed - before > JOIN_LIMIT
 
 

@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agent.cli.kube import allocation
-from agent.cli.lifecycle import lifecycle
-from agent.cli.node import reset_machine, up
-from agent.cli.parser import make_parser
 from agent.config.settings import MachineSettings
 from agent.host.apply.steps import apply
 from agent.host.provision.apply import performers
@@ -21,6 +17,7 @@ from agent.host.state.locks import machine_locks, pass_lock
 from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.paths import cordoned_file, joined_file, machine_root, nspawn_file, report_directory
 from tests.fakes.clock import Clock
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
@@ -36,7 +33,7 @@ STOP, START = ("systemctl", "stop", UNITS[0]), ("systemctl", "start", "--no-bloc
 @pytest.fixture
 def host(tmp_path: Path, clock: Clock) -> NodeHost:
     host = node_host(tmp_path / "host")
-    assert up(node_reconciler(host), "", rebuild=False, for_programs=False, network=host.network, ask=host.ask) == 0
+    assert command(node_reconciler(host), "up", network=host.network, ask=host.ask) == 0
     for argv in (QUERY, CORDON, UNCORDON, DRAIN):
         host.command(*argv)
     host.runner.calls.clear()
@@ -54,26 +51,26 @@ def kubectl(host: NodeHost) -> list[tuple[str, ...]]:
 
 
 def test_pods_are_moved_before_the_machine_stops_and_may_return(host: NodeHost, agent: Reconciler) -> None:
-    assert lifecycle("stop", MACHINE, agent, ADMIN, drain=True) == 0
+    assert command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}") == 0
     assert kubectl(host) == [QUERY, CORDON, DRAIN, STOP]
-    assert lifecycle("start", MACHINE, agent, ADMIN) == 0
+    assert command(agent, f"start {MACHINE} --kubeconfig={ADMIN}") == 0
     assert kubectl(host)[-1] == UNCORDON
     assert not host.exists(cordoned_file(MACHINE))
 
 
 def test_a_node_that_somebody_cordoned_stays_cordoned(host: NodeHost, agent: Reconciler) -> None:
     host.command(*QUERY, stdout="true")
-    assert lifecycle("restart", MACHINE, agent, ADMIN, drain=True) == 0
+    assert command(agent, f"restart {MACHINE} --kubeconfig={ADMIN}") == 0
     assert kubectl(host) == [QUERY, DRAIN, STOP]
 
 
 def test_without_a_kubeconfig_the_pods_end_with_the_machine(host: NodeHost, agent: Reconciler) -> None:
     said: list[str] = []
     agent.progress = said.append
-    assert lifecycle("stop", MACHINE, agent, "", drain=True) == 0
+    assert command(agent, f"stop {MACHINE}") == 0
     assert kubectl(host) == [STOP]
     assert "--kubeconfig FILE" in said[0]
-    assert lifecycle("restart", MACHINE, agent, ADMIN, drain=False) == 0
+    assert command(agent, f"restart {MACHINE} --kubeconfig={ADMIN} --no-drain") == 0
     assert kubectl(host) == [STOP, STOP]
 
 
@@ -86,11 +83,11 @@ def test_a_machine_without_settings_is_neither_started_nor_stopped(tmp_path: Pat
     host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
     agent = reconciler(host)
     with pytest.raises(AgentError, match=f"{MACHINE} was not started: no GPU on this host") as error:
-        lifecycle("start", MACHINE, agent, "")
+        command(agent, f"start {MACHINE}")
     assert f"systemctl start {UNITS[0]}" in error.value.hint
     units(host, "active")
     with pytest.raises(AgentError, match=f"{MACHINE} was not stopped, .* no GPU on this host"):
-        lifecycle("restart", MACHINE, agent, "", drain=False)
+        command(agent, f"restart {MACHINE} --no-drain")
     assert STOP not in host.runner.calls
 
 
@@ -98,7 +95,7 @@ def test_a_machine_that_would_not_start_again_is_not_stopped(host: NodeHost, age
     """A machine that cannot be observed is left as it is, so the agent would not start it."""
     host.failing["/proc/driver/nvidia/gpus"] = OSError(errno.EIO, os.strerror(errno.EIO))
     with pytest.raises(AgentError, match=f"{MACHINE} was not stopped, .* Input/output error") as error:
-        lifecycle("restart", MACHINE, agent, ADMIN, drain=True)
+        command(agent, f"restart {MACHINE} --kubeconfig={ADMIN}")
     assert f"systemctl restart {UNITS[0]}" in error.value.hint
     assert kubectl(host) == []
 
@@ -115,7 +112,7 @@ def test_a_restart_does_not_stop_a_machine_that_nobody_could_start(
         case _:
             host.file(nspawn_file(MACHINE), "[Exec]\nBoot=yes\n")
     with pytest.raises(AgentError, match=f"{MACHINE} was not stopped") as error:
-        lifecycle("restart", MACHINE, agent, ADMIN, drain=True)
+        command(agent, f"restart {MACHINE} --kubeconfig={ADMIN}")
     assert kubectl(host) == []
     # Of these, systemd itself can restart only the last one.
     assert ("systemctl restart" in error.value.hint) is (state == "with settings of others")
@@ -125,12 +122,12 @@ def test_a_restart_does_not_stop_a_machine_that_nobody_could_start(
 def test_pods_that_cannot_be_moved_keep_the_machine_running(host: NodeHost, agent: Reconciler) -> None:
     host.command(*DRAIN, stderr="Cannot evict pod as it would violate the pod's disruption budget.", status=1)
     with pytest.raises(CommandError, match="disruption budget") as error:
-        lifecycle("stop", MACHINE, agent, ADMIN, drain=True)
+        command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
     assert STOP not in host.runner.calls
     assert f"`unbounded-agent start {MACHINE} --kubeconfig FILE`" in error.value.hint
-    assert lifecycle("start", MACHINE, agent, ADMIN) == 0
+    assert command(agent, f"start {MACHINE} --kubeconfig={ADMIN}") == 0
     assert kubectl(host)[-1] == UNCORDON
-    assert lifecycle("start", MACHINE, agent, "") == 0
+    assert command(agent, f"start {MACHINE}") == 0
 
 
 @pytest.mark.parametrize("kubeconfig", [ADMIN, ""])
@@ -138,26 +135,26 @@ def test_a_node_whose_machine_did_not_start_stays_cordoned(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], kubeconfig: str
 ) -> None:
     """Pods would come to a node without GPUs."""
-    lifecycle("stop", MACHINE, agent, ADMIN, drain=True)
+    command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
     host.bus.unit(UNITS[0], "inactive", "masked")
-    assert lifecycle("start", MACHINE, agent, kubeconfig) == 1
+    assert command(agent, f"start {MACHINE} --kubeconfig={kubeconfig}") == 1
     said = capsys.readouterr().err
     assert UNCORDON not in host.runner.calls
     assert f"node {NODE} stays cordoned" in said
     assert f"`unbounded-agent start {MACHINE} --kubeconfig FILE`" in said
     host.bus.unit(UNITS[0], "inactive")
-    assert lifecycle("start", MACHINE, agent, ADMIN) == 0
+    assert command(agent, f"start {MACHINE} --kubeconfig={ADMIN}") == 0
     assert kubectl(host)[-1] == UNCORDON
 
 
 def test_a_failed_step_for_another_machine_does_not_keep_the_node_cordoned(host: NodeHost, agent: Reconciler) -> None:
-    assert lifecycle("stop", MACHINE, agent, ADMIN, drain=True) == 0
+    assert command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}") == 0
     host.make_directory("/var/lib/machines/other")
     host.bus.unit("systemd-nspawn@other.service", "inactive")
     others = {"other": MachineSettings(gpus=[])}
     agent.config = replace(agent.config, machines={**agent.config.machines, **others})
     host.full.append(nspawn_file("other"))
-    assert lifecycle("start", MACHINE, agent, ADMIN) == 0
+    assert command(agent, f"start {MACHINE} --kubeconfig={ADMIN}") == 0
     assert kubectl(host)[-1] == UNCORDON
     outcome = agent.reconcile()
     assert outcome.failures == outcome.failures_of(["other"]) != ()
@@ -167,9 +164,9 @@ def test_a_failed_step_for_another_machine_does_not_keep_the_node_cordoned(host:
 def test_a_failed_uncordon_is_reported_and_can_be_repeated(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lifecycle("stop", MACHINE, agent, ADMIN, drain=True)
+    command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
     host.command(*UNCORDON, stderr="connection refused", status=1)
-    assert lifecycle("start", MACHINE, agent, ADMIN) == 1
+    assert command(agent, f"start {MACHINE} --kubeconfig={ADMIN}") == 1
     assert "connection refused" in capsys.readouterr().err
     assert host.mode(cordoned_file(MACHINE)) == 0o600
 
@@ -177,8 +174,8 @@ def test_a_failed_uncordon_is_reported_and_can_be_repeated(
 def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lifecycle("stop", MACHINE, agent, ADMIN, drain=True)
-    assert lifecycle("start", MACHINE, agent, "") == 1
+    command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
+    assert command(agent, f"start {MACHINE}") == 1
     message = capsys.readouterr().err
     assert f"this agent cordoned node {NODE}, and has not uncordoned it" in message
     assert f"run `unbounded-agent start {MACHINE} --kubeconfig FILE`" in message
@@ -187,15 +184,15 @@ def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
 def test_the_start_of_a_masked_machine_says_what_to_do(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lifecycle("stop", MACHINE, agent, "", drain=False)
+    command(agent, f"stop {MACHINE} --no-drain")
     host.bus.unit(UNITS[0], "inactive", "masked")
-    assert lifecycle("start", MACHINE, agent, "") == 1
+    assert command(agent, f"start {MACHINE}") == 1
     assert f"`systemctl unmask {UNITS[0]}`" in capsys.readouterr().err
 
 
 def test_a_machine_starts_once_its_gpus_can_be_observed(host: NodeHost, agent: Reconciler, clock: Clock) -> None:
     """Nobody else would start it: a user stopped it."""
-    lifecycle("stop", MACHINE, agent, "", drain=False)
+    command(agent, f"stop {MACHINE} --no-drain")
     path = "/proc/driver/nvidia/gpus"
     host.failing[path] = PermissionError(13, "Permission denied", path)
     starts: list[int] = []
@@ -206,19 +203,19 @@ def test_a_machine_starts_once_its_gpus_can_be_observed(host: NodeHost, agent: R
         host.failing.pop(path, None)
 
     clock.meanwhile = sleep
-    assert lifecycle("start", MACHINE, agent, "") == 0
+    assert command(agent, f"start {MACHINE}") == 0
     assert (starts[0], host.runner.calls.count(START)) == (0, 1)
 
 
 def test_a_restart_that_cannot_start_the_machine_says_that_it_was_stopped(host: NodeHost, agent: Reconciler) -> None:
     agent.wait_until = 0.0
     with pass_lock(host, agent.progress), pytest.raises(AgentError, match="another pass") as error:
-        lifecycle("restart", MACHINE, agent, ADMIN, drain=False)
+        command(agent, f"restart {MACHINE} --kubeconfig={ADMIN} --no-drain")
     assert host.runner.calls[-1] == STOP
     assert f"machine {MACHINE} was stopped" in error.value.message
     assert f"`unbounded-agent start {MACHINE}`" in error.value.hint
     assert "fuser" in error.value.hint
-    assert lifecycle("start", MACHINE, agent, "") == 0
+    assert command(agent, f"start {MACHINE}") == 0
 
 
 @pytest.mark.parametrize(
@@ -240,16 +237,16 @@ def test_an_interrupted_restart_says_what_it_leaves(
     messages: list[str] = []
     agent.progress = messages.append
     with pytest.raises(KeyboardInterrupt):
-        lifecycle("restart", MACHINE, agent, ADMIN, drain=True)
+        command(agent, f"restart {MACHINE} --kubeconfig={ADMIN}")
     assert messages[-1].startswith(f"interrupted: {said}")
 
 
 def test_a_machine_that_does_not_exist_is_not_waited_for(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lifecycle("stop", MACHINE, agent, "", drain=False)
+    command(agent, f"stop {MACHINE} --no-drain")
     host.remove_tree(machine_root(MACHINE))
-    assert lifecycle("start", MACHINE, agent, "") == 1
+    assert command(agent, f"start {MACHINE}") == 1
     said = capsys.readouterr().err
     assert "was not ready within" not in said
     assert machine_root(MACHINE) in said
@@ -261,7 +258,7 @@ def test_a_machine_that_stops_after_its_start_is_not_waited_for(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], clock: Clock, state: str
 ) -> None:
     """systemd runs prepare@ first, and it, or somebody else, may start the machine again: only then has it stopped."""
-    lifecycle("stop", MACHINE, agent, "", drain=False)
+    command(agent, f"stop {MACHINE} --no-drain")
     host.reports = False
     host.remove_tree(report_directory(MACHINE))
     states = ["restarted", "activating", "activating", "active", "restarted", "active", state]
@@ -272,7 +269,7 @@ def test_a_machine_that_stops_after_its_start_is_not_waited_for(
         units(host, now.replace("restarted", "inactive"), stopped_at=1)
 
     clock.meanwhile = sleep
-    assert lifecycle("start", MACHINE, agent, "") == 1
+    assert command(agent, f"start {MACHINE}") == 1
     assert f"machine {MACHINE} started and then stopped: see `journalctl -e -u {UNITS[0]}`" in capsys.readouterr().err
     assert not states
 
@@ -281,11 +278,11 @@ def test_a_machine_whose_start_fails_between_two_passes_is_not_waited_for(
     host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], clock: Clock
 ) -> None:
     """No pass saw it start. `start` waited for seven minutes."""
-    lifecycle("stop", MACHINE, agent, "", drain=False)
+    command(agent, f"stop {MACHINE} --no-drain")
     host.tools.before = lambda argv: units(host, "failed", stopped_at=1) if argv == START else None
     host.command(*START)
     clock.least = 500.0
-    assert lifecycle("start", MACHINE, agent, "") == 1
+    assert command(agent, f"start {MACHINE}") == 1
     assert f"machine {MACHINE} started and then stopped" in capsys.readouterr().err
 
 
@@ -298,14 +295,14 @@ def test_a_machine_that_is_stopping_starts_when_it_has_stopped(host: NodeHost, a
             host.tools(STOP, 0)
 
     clock.meanwhile = sleep
-    assert lifecycle("start", MACHINE, agent, "") == 0
+    assert command(agent, f"start {MACHINE}") == 0
     assert START in host.runner.calls
 
 
 def test_the_wait_for_a_machine_that_fails_again_and_again_says_so(
     host: NodeHost, agent: Reconciler, clock: Clock
 ) -> None:
-    lifecycle("stop", MACHINE, agent, "", drain=False)
+    command(agent, f"stop {MACHINE} --no-drain")
     host.reports = False
     host.remove_tree(report_directory(MACHINE))
     said: list[str] = []
@@ -317,7 +314,7 @@ def test_the_wait_for_a_machine_that_fails_again_and_again_says_so(
         host.bus.sub_states[UNITS[0]] = "auto-restart" if len(clock.slept) % 2 else "start-pre"
 
     clock.meanwhile = sleep
-    assert lifecycle("start", MACHINE, agent, "") == 1
+    assert command(agent, f"start {MACHINE}") == 1
     waiting = [sentence for sentence in said if "waiting:" in sentence]
     assert len(waiting) == 1
     assert f"it has failed, and systemd starts it again: see `journalctl -e -u {UNITS[0]}`" in waiting[0]
@@ -333,16 +330,16 @@ def test_the_wait_for_a_machine_without_gpus_does_not_name_the_gpus(
         host.unplug(gpu)
     host.pci = ()
     host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
-    assert up(agent, "", rebuild=False, for_programs=False, network=host.network, ask=host.ask) == 0
-    lifecycle("stop", MACHINE, agent, "", drain=False)
+    assert command(agent, "up", network=host.network, ask=host.ask) == 0
+    command(agent, f"stop {MACHINE} --no-drain")
     host.bus.unit(UNITS[0], "inactive", "masked")
-    assert lifecycle("start", MACHINE, agent, "") == 1
+    assert command(agent, f"start {MACHINE}") == 1
     assert f"its unit is masked: run `systemctl unmask {UNITS[0]}` first" in capsys.readouterr().err
     host.bus.unit(UNITS[0], "inactive")
     host.reports = False
     host.remove_tree(report_directory(MACHINE))
     clock.least = 500.0
-    assert lifecycle("start", MACHINE, agent, "") == 1
+    assert command(agent, f"start {MACHINE}") == 1
     assert "was not ready within 500 s: it does not run, or has not answered" in capsys.readouterr().err
 
 
@@ -357,7 +354,7 @@ def test_a_machine_that_somebody_stops_is_not_started_again(
             host.tools(STOP, 0)
 
     clock.meanwhile = sleep
-    assert lifecycle("start", MACHINE, agent, "") == 1
+    assert command(agent, f"start {MACHINE}") == 1
     assert START not in host.runner.calls
     assert f"machine {MACHINE} started and then stopped" in capsys.readouterr().err
     assert len(clock.slept) == polls
@@ -367,7 +364,7 @@ def test_a_machine_that_was_stopped_before_its_first_start_stays_stopped(tmp_pat
     """The service starts the machines that have not run since the boot. systemd knows nothing of such a stop."""
     host = set_up(Host(tmp_path / "host"))
     host.command(*STOP)
-    assert lifecycle("stop", MACHINE, reconciler(host), "", drain=False) == 0
+    assert command(reconciler(host), f"stop {MACHINE} --no-drain") == 0
     reconciler(host).run_pass()
     assert START not in host.runner.calls
     reconciler(host).run_pass(by_hand=(MACHINE,))
@@ -381,7 +378,7 @@ def test_a_machine_that_is_stopped_during_a_pass_is_not_started_at_its_end(tmp_p
 
     def progress(_: str) -> None:
         if not stopped:
-            stopped.append(lifecycle("stop", MACHINE, reconciler(host), "", drain=False))
+            stopped.append(command(reconciler(host), f"stop {MACHINE} --no-drain"))
 
     service.progress = progress
     service.run_pass()
@@ -390,19 +387,18 @@ def test_a_machine_that_is_stopped_during_a_pass_is_not_started_at_its_end(tmp_p
 
 
 def rebuild(host: NodeHost) -> int:
-    return up(node_reconciler(host), MACHINE, rebuild=True, for_programs=False, network=host.network, ask=host.ask)
+    return command(node_reconciler(host), f"up {MACHINE} --rebuild", network=host.network, ask=host.ask)
 
 
 def move(host: NodeHost) -> int:
-    options = make_parser().parse_args(["kube", "allocation", "dra", "--kubeconfig", ADMIN])
-    return allocation(options, node_reconciler(host))
+    return command(node_reconciler(host), f"kube allocation dra --kubeconfig {ADMIN}")
 
 
 COMMANDS: dict[str, Callable[[NodeHost], int]] = {
-    "start": lambda host: lifecycle("start", MACHINE, node_reconciler(host), ""),
-    "stop": lambda host: lifecycle("stop", MACHINE, node_reconciler(host), "", drain=False),
-    "restart": lambda host: lifecycle("restart", MACHINE, node_reconciler(host), "", drain=False),
-    "reset": lambda host: reset_machine(MACHINE, node_reconciler(host), host.network),
+    "start": lambda host: command(node_reconciler(host), f"start {MACHINE}"),
+    "stop": lambda host: command(node_reconciler(host), f"stop {MACHINE} --no-drain"),
+    "restart": lambda host: command(node_reconciler(host), f"restart {MACHINE} --no-drain"),
+    "reset": lambda host: command(node_reconciler(host), "reset", MACHINE, network=host.network),
     "up": rebuild,
     "kube allocation": move,
 }
@@ -431,10 +427,10 @@ def test_a_node_is_not_uncordoned_while_it_is_drained(host: NodeHost, agent: Rec
     def start_too(argv: tuple[str, ...]) -> None:
         if argv == DRAIN:
             with pytest.raises(AgentError, match="`unbounded-agent stop`"):
-                lifecycle("start", MACHINE, node_reconciler(host), ADMIN)
+                command(node_reconciler(host), f"start {MACHINE} --kubeconfig={ADMIN}")
 
     host.tools.before = start_too
-    assert lifecycle("stop", MACHINE, agent, ADMIN, drain=True) == 0
+    assert command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}") == 0
     assert kubectl(host) == [QUERY, CORDON, DRAIN, STOP]
     assert host.mode(cordoned_file(MACHINE)) == 0o600
 
@@ -469,4 +465,4 @@ def test_the_root_of_a_machine_that_is_not_stopped_is_not_removed(host: NodeHost
 
 def test_an_unknown_machine(agent: Reconciler) -> None:
     with pytest.raises(ConfigError, match="machine nowhere is not configured"):
-        lifecycle("stop", "nowhere", agent, "", drain=False)
+        command(agent, "stop nowhere --no-drain")

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.load_modules import load_modules
 from agent.config.settings import Config
+from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import record_detached
 from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError
 from agent.model.facts import PciDevice, Unseen
 from agent.system.process import Completed
 from agent.vendors.nvidia.driver import Parameters, parse_parameters
+from tests.fakes.command import command
 from tests.fakes.host import PROC_DEVICES, Host, ScriptedRunner
 
 MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm")
@@ -114,7 +115,7 @@ def load(host: Host, *, configured: bool = True) -> str:
     """Load the modules, and return the messages."""
     messages: list[str] = []
     config = Config.validated({"machines": {"a": {}}, "driver": {"load_modules": configured}})
-    load_modules(config, host, host, messages.append)
+    command(Reconciler(config, host, host, messages.append), "load-modules")
     return "\n".join(messages)
 
 

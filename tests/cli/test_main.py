@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from agent import __version__
-from agent.cli.doctor.bundle import doctor
 from agent.cli.main import main
 from agent.cli.parser import COMMANDS, make_parser, subcommands
-from agent.cli.status import Request, plan, status
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda
@@ -276,7 +275,7 @@ def bare_host(gpu_host: Host) -> Host:
 
 
 def test_doctor_lists_the_missing_template_and_continues(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor(reconciler(bare_host)) == 1
+    assert command(reconciler(bare_host), "doctor") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["host:", lines[1]]
     assert lines[1:3] == ["  - no machine can start", lines[2]]
@@ -288,7 +287,7 @@ def test_doctor_lists_the_missing_template_and_continues(bare_host: Host, capsys
 
 
 def test_doctor_for_programs(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor(reconciler(bare_host), for_programs=True) == 1
+    assert command(reconciler(bare_host), "doctor --json") == 1
     document = json.loads(capsys.readouterr().out)
     assert INSTALL in document["host"][0]["evidence"]
     assert MACHINE in document["machines"]
@@ -297,14 +296,14 @@ def test_doctor_for_programs(bare_host: Host, capsys: pytest.CaptureFixture[str]
 def test_status_reports_the_missing_template_and_prints_the_table(
     bare_host: Host, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status(reconciler(bare_host), Request(form="wide")) == 0
+    assert command(reconciler(bare_host), "status --wide") == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("unbounded-agent: note: systemd-nspawn@.service is in none of")
     assert "Ready  Unknown" in printed.out
 
 
 def test_plan_says_why_nothing_can_be_planned(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(reconciler(bare_host)) == 1
+    assert command(reconciler(bare_host), "plan") == 1
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{MACHINE}: left unchanged: systemd-nspawn@.service is in none of")
     assert INSTALL in printed.err

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.status import plan
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.node_settings import config
@@ -23,23 +23,23 @@ def test_a_misspelt_machine_is_bad_input(gpu_host: Host, capsys: pytest.CaptureF
     """It said that there is nothing to do, and returned 0."""
     gpu_host.make_directory("/var/lib/machines/.hidden")
     gpu_host.file("/var/lib/machines/image.raw", "")
-    assert plan(reconciler_of(gpu_host, **{MISSPELT: {}})) == 2
+    assert command(reconciler_of(gpu_host, **{MISSPELT: {}}), "plan") == 2
     printed = capsys.readouterr().out
     assert printed == (
         f"{MISSPELT}: left unchanged: /var/lib/machines/{MISSPELT} does not exist; correct the name, or unpack the "
         f"machine's image into that directory (machines in /var/lib/machines: {MACHINE})\n"
     )
-    assert plan(reconciler_of(gpu_host, **{MISSPELT: {}}), for_programs=True) == 2
+    assert command(reconciler_of(gpu_host, **{MISSPELT: {}}), "plan --json") == 2
 
 
 def test_the_other_machines_are_planned(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(reconciler_of(gpu_host, **{MISSPELT: {}, MACHINE: {}})) == 2
+    assert command(reconciler_of(gpu_host, **{MISSPELT: {}, MACHINE: {}}), "plan") == 2
     assert f"would write /etc/systemd/nspawn/{MACHINE}.nspawn" in capsys.readouterr().out
 
 
 def test_a_node_that_up_will_make(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     Path(gpu_host.root, f"var/lib/machines/{MACHINE}").rmdir()
-    assert plan(Reconciler(config(**{MACHINE: {}}), gpu_host, gpu_host)) == 0
+    assert command(Reconciler(config(**{MACHINE: {}}), gpu_host, gpu_host), "plan") == 0
     printed = capsys.readouterr().out
     assert f"/var/lib/machines/{MACHINE} does not exist; run `unbounded-agent up {MACHINE}`, which makes it" in printed
     assert "unpack" not in printed
@@ -48,5 +48,5 @@ def test_a_node_that_up_will_make(gpu_host: Host, capsys: pytest.CaptureFixture[
 def test_a_file_in_the_place_of_a_machine(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     Path(gpu_host.root, f"var/lib/machines/{MACHINE}").rmdir()
     gpu_host.file(f"/var/lib/machines/{MACHINE}", "")
-    assert plan(reconciler(gpu_host)) == 1
+    assert command(reconciler(gpu_host), "plan") == 1
     assert "is not a directory" in capsys.readouterr().out

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.node import up
-from agent.cli.status import plan
 from agent.host.provision.node_files import record_paths
 from agent.model.paths import AS_FOUND, joined_file, machine_root, token_file
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE
 from tests.fakes.node_host import CA_FILE, TOKEN_FILE, NodeHost, node_host, node_reconciler
 
@@ -23,7 +22,7 @@ def host(tmp_path: Path) -> NodeHost:
 
 def planned(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:
     """Return the sentences of all steps, and those of what is unknown."""
-    assert plan(node_reconciler(host), for_programs=True) == 0
+    assert command(node_reconciler(host), "plan --json") == 0
     document = json.loads(capsys.readouterr().out)
     of_up = [each["sentence"] for each in document["upSteps"]]
     assert not {each["sentence"] for each in document["steps"]} & {*of_up}
@@ -32,7 +31,7 @@ def planned(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> tuple[list[st
 
 def done(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Run `up`, and return the sentences of its steps."""
-    assert up(node_reconciler(host), MACHINE, rebuild=False, for_programs=True, network=host.network, ask=host.ask) == 0
+    assert command(node_reconciler(host), f"up {MACHINE} --json", network=host.network, ask=host.ask) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     said = [each["message"] for each in events if each["event"] == "step"]
     return [each for each in said if not each.startswith(AS_IT_IS)]
@@ -53,7 +52,7 @@ def test_plan_says_what_up_then_does(host: NodeHost, capsys: pytest.CaptureFixtu
 
 
 def test_plan_says_it_to_people_too(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(node_reconciler(host)) == 0
+    assert command(node_reconciler(host), "plan") == 0
     printed = capsys.readouterr().out
     assert "`up` would record the host as it was found\n" in printed
     assert f"`up` would make {machine_root(MACHINE)} from the complete root file system\n" in printed

@@ -8,23 +8,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.cli.output import style
-from agent.cli.status import Request, plan, status
+from agent.cli.printing import terminal
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.model.errors import ConfigError
 from agent.model.paths import MACHINE_ROOTS, REMEMBERED_GPUS
 from agent.system.files import System
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.sound_host import make_sound
 
-SUMMARY = Request()
 ROOT = f"{MACHINE_ROOTS}/{MACHINE}"
 
 
-def printed(agent: Reconciler, capsys: pytest.CaptureFixture[str], request: Request = SUMMARY) -> str:
-    assert status(agent, request) == 0
+def printed(agent: Reconciler, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert command(agent, "status", *options) == 0
     return capsys.readouterr().out
 
 
@@ -59,8 +58,8 @@ def test_the_summary_has_the_cause_and_fits(gpu_host: Host, capsys: pytest.Captu
 def test_times_are_unknown_until_a_pass_has_recorded_them(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     agent = reconciler(gpu_host)
     assert " for " not in printed(agent, capsys).splitlines()[0]
-    assert "DriverLoaded  True     -  " in printed(agent, capsys, Request(form="wide"))
-    found = json.loads(printed(agent, capsys, Request(form="json")))
+    assert "DriverLoaded  True     -  " in printed(agent, capsys, "--wide")
+    found = json.loads(printed(agent, capsys, "--json"))
     assert found["machines"][MACHINE]["conditions"][0]["lastTransitionTime"] is None
     agent.reconcile()
     assert ", for " in printed(agent, capsys).splitlines()[0]
@@ -74,16 +73,16 @@ def test_the_time_of_a_change_is_unknown_while_no_service_records_it(
     units(gpu_host, "active")
     agent.reconcile()
     units(gpu_host, "failed")
-    found = json.loads(printed(agent, capsys, Request(form="json")))["machines"][MACHINE]["conditions"]
+    found = json.loads(printed(agent, capsys, "--json"))["machines"][MACHINE]["conditions"]
     dated = {each["type"]: each["lastTransitionTime"] is not None for each in found}
     assert (dated["DriverLoaded"], dated["MachineRunning"]) == (True, False)
-    assert "MachineRunning  False    -  " in printed(agent, capsys, Request(form="wide"))
+    assert "MachineRunning  False    -  " in printed(agent, capsys, "--wide")
     agent.reconcile()
-    assert "MachineRunning  False    -  " not in printed(agent, capsys, Request(form="wide"))
+    assert "MachineRunning  False    -  " not in printed(agent, capsys, "--wide")
 
 
 def test_the_document_for_programs(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(printed(reconciler(gpu_host), capsys, Request(form="json")))
+    found = json.loads(printed(reconciler(gpu_host), capsys, "--json"))
     assert (found["version"], found["command"], found["problems"]) == (1, "status", [])
     machine = found["machines"][MACHINE]
     assert (machine["ready"], machine["reason"], len(machine["gpus"])) == ("False", "NotStaged", 2)
@@ -96,11 +95,11 @@ def test_several_machines_are_a_list_and_one_can_be_chosen(gpu_host: Host, capsy
     text = printed(agent, capsys)
     assert "unbounded-agent status MACHINE" in text
     assert [line for line in text.splitlines() if len(line) > 80] == []
-    text = printed(agent, capsys, Request(machine="gone"))
+    text = printed(agent, capsys, "gone")
     assert text.startswith("gone: not ready, NoSuchMachine")
     assert f"{MACHINE}: " not in text
     with pytest.raises(ConfigError, match="machine nobody is not configured"):
-        status(agent, Request(machine="nobody"))
+        command(agent, "status nobody")
 
 
 # ---- terminals
@@ -124,9 +123,9 @@ def test_only_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, variables
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    assert not style().colour
+    assert terminal() == (80, False)
     monkeypatch.setattr("sys.stdout", Terminal())
-    assert (style().colour, style().width) == (colour, 80)
+    assert terminal() == (80, colour)
 
 
 # ---- exit codes
@@ -134,14 +133,14 @@ def test_only_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, variables
 
 def test_check_tells_not_ready_from_unknown(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = reconciler(gpu_host)
-    assert status(agent) == 0
-    assert status(agent, Request(check=True)) == 3
+    assert command(agent, "status") == 0
+    assert command(agent, "status --check") == 3
     hide(gpu_host, monkeypatch)
-    assert status(agent, Request(check=True)) == 4
+    assert command(agent, "status --check") == 4
     monkeypatch.undo()
     no_gpus(gpu_host)
-    assert status(reconciler(gpu_host), Request(check=True)) == 3, "all GPUs may be dead"
-    assert status(reconciler(gpu_host, require_gpus=False), Request(check=True)) == 0
+    assert command(reconciler(gpu_host), "status --check") == 3, "all GPUs may be dead"
+    assert command(reconciler(gpu_host, require_gpus=False), "status --check") == 0
 
 
 def test_wait_ends_when_the_machine_is_ready(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,12 +148,12 @@ def test_wait_ends_when_the_machine_is_ready(gpu_host: Host, monkeypatch: pytest
     said: list[str] = []
     agent.progress = said.append
     monkeypatch.setattr("time.sleep", lambda _: no_gpus(gpu_host))
-    assert status(agent, Request(wait=60)) == 0
+    assert command(agent, "status --wait=60") == 0
     assert [each for each in said if each] == [f"{MACHINE}: waiting: NotStaged"]
 
 
 def test_wait_gives_up(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status(reconciler(gpu_host), Request(wait=0)) == 3
+    assert command(reconciler(gpu_host), "status --wait=0") == 3
     assert "not ready, NotStaged" in capsys.readouterr().out
 
 
@@ -184,7 +183,7 @@ def test_watch_prints_what_changes(
 ) -> None:
     repeat(monkeypatch, lambda: None, lambda: units(gpu_host, "failed"))
     with pytest.raises(EndError):
-        status(reconciler(gpu_host), Request(watch=1))
+        command(reconciler(gpu_host), "status --watch=1")
     text = capsys.readouterr().out
     assert text.count(f"{MACHINE}: not ready") == 2, "nothing changed before the second time"
     assert "\x1b" not in text
@@ -195,7 +194,7 @@ def test_watch_clears_a_terminal(gpu_host: Host, monkeypatch: pytest.MonkeyPatch
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     with pytest.raises(EndError):
-        status(reconciler(gpu_host), Request(watch=1))
+        command(reconciler(gpu_host), "status --watch=1")
     assert terminal.getvalue().count("\x1b[H\x1b[2J") == 2
 
 
@@ -215,7 +214,7 @@ def test_a_machine_without_gpus_that_does_not_run_is_called_so(
         ("failed", "loaded", f"machine {MACHINE} does not run: see `systemctl status {UNITS[0]}`"),
     ):
         gpu_host.bus.unit(UNITS[0], state, load)
-        ready = json.loads(printed(agent, capsys, Request(form="json")))["machines"][MACHINE]
+        ready = json.loads(printed(agent, capsys, "--json"))["machines"][MACHINE]
         assert (ready["ready"], ready["reason"]) == ("True", "NoGPU")
         assert ready["message"] == "this host has no GPU: no GPU is set up" + (f"; {said}" if said else "")
         assert said in " ".join(printed(agent, capsys).split())
@@ -229,12 +228,12 @@ def test_a_service_that_is_stopped_and_a_full_disk_are_named(
 ) -> None:
     """The machines work on, and nothing follows changes: `status` said ready without a word."""
     make_sound(gpu_host)
-    assert status(reconciler(gpu_host)) == 0
+    assert command(reconciler(gpu_host), "status") == 0
     assert capsys.readouterr().err == ""
     gpu_host.bus.unit("unbounded-agent.service", "inactive")
     monkeypatch.setattr(gpu_host, "free_bytes", lambda path: 3 << 20 if path == "/var/lib/unbounded-agent" else 1 << 40)
-    for form in ("", "json"):
-        assert status(reconciler(gpu_host), Request(form=form)) == 0
+    for form in ("", " --json"):
+        assert command(reconciler(gpu_host), f"status{form}") == 0
         stopped, full = capsys.readouterr().err.splitlines()
         assert stopped.startswith("unbounded-agent: note: nothing follows changes on the host")
         assert "unbounded-agent.service is inactive" in stopped
@@ -264,12 +263,11 @@ def test_a_machine_that_may_be_gone_is_not_ready(
     """It ran and was removed since. A user read that it is ready, with exit code 0, where root got 3."""
     os.rmdir(f"{gpu_host.root}{ROOT}")
     units(no_gpus(gpu_host), "inactive", stopped_at=5)
-    check = Request(check=True)
-    assert status(reconciler(gpu_host, require_gpus=False), check) == 3
+    assert command(reconciler(gpu_host, require_gpus=False), "status --check") == 3
     hide(gpu_host, monkeypatch)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     capsys.readouterr()
-    assert status(reconciler(gpu_host, require_gpus=False), check) == 4
+    assert command(reconciler(gpu_host, require_gpus=False), "status --check") == 4
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{MACHINE}: unknown, ObservationFailed")
     assert "run `sudo unbounded-agent status`" in printed.err
@@ -280,11 +278,11 @@ def test_a_record_of_gpus_that_may_not_be_read(gpu_host: Host, capsys: pytest.Ca
     agent = reconciler(gpu_host, require_gpus=False)
     agent.reconcile()
     no_gpus(gpu_host)
-    assert status(agent, Request(check=True)) == 3
+    assert command(agent, "status --check") == 3
     for copy in REMEMBERED_GPUS:
         gpu_host.failing[copy] = PermissionError(errno.EACCES, "Permission denied")
     capsys.readouterr()
-    assert status(agent, Request(check=True)) == 4
+    assert command(agent, "status --check") == 4
     assert "granted-gpus.json: Permission denied" in capsys.readouterr().out
 
 
@@ -293,16 +291,16 @@ def test_a_machine_that_runs_exists(
 ) -> None:
     hide(gpu_host, monkeypatch)
     units(gpu_host, "active")
-    assert "MachineRunning  True" in printed(reconciler(gpu_host), capsys, Request(form="wide"))
+    assert "MachineRunning  True" in printed(reconciler(gpu_host), capsys, "--wide")
     units(gpu_host, "inactive", stopped_at=5)
-    assert "MachineRunning  False    -      Stopped" in printed(reconciler(gpu_host), capsys, Request(form="wide"))
+    assert "MachineRunning  False    -      Stopped" in printed(reconciler(gpu_host), capsys, "--wide")
 
 
 def test_plan_says_that_it_is_not_known_whether_the_machine_exists(
     gpu_host: Host, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide(gpu_host, monkeypatch)
-    assert plan(reconciler(gpu_host)) == 0
+    assert command(reconciler(gpu_host), "plan") == 0
     text = capsys.readouterr().out
     assert f"{MACHINE}: whether it exists is unknown" in text
     assert f"would start machine {MACHINE}" in text

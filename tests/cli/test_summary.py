@@ -1,16 +1,15 @@
 """What is printed about machines: in 80 columns, each cause once, what is wrong first."""
 
 import re
+from typing import Any
 
 import pytest
 
-from agent.cli.output import Style, causes, duration, summaries
+from agent.cli.output import causes, duration, summaries
 from agent.host.reconcile import MachineOutcome
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, unknown
 from tests.fakes.reconciler import GPUS, conditions
 
-WHOLE = Style()
-NOW = 1_700_000_300.0
 LONG = "the kernel module nvidia is not loaded; run `modprobe -a nvidia nvidia_uvm`, " + "and more " * 20
 NOT_LOADED = false(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, LONG)
 NO_DAEMON = false(ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING, "start it")
@@ -23,12 +22,17 @@ OFF = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "machine gpu-node was
 FOLLOWS = [unknown(each.type, Reason.MACHINE_NOT_RUNNING, "machine gpu-node is not running") for each in SILENT]
 
 
+@pytest.fixture(autouse=True)
+def five_minutes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1_700_000_300.0)
+
+
 def machine(name: str, *different: Condition) -> MachineOutcome:
     return MachineOutcome(name, conditions(*different), gpus=GPUS)
 
 
-def lines(*machines: MachineOutcome, style: Style = WHOLE) -> list[str]:
-    return list(summaries(machines, NOW, style))
+def lines(*machines: MachineOutcome, width: int = 80, colour: bool = False, whole: bool = True) -> list[str]:
+    return list(summaries(machines, width=width, colour=colour, whole=whole))
 
 
 def test_a_ready_machine_is_one_line() -> None:
@@ -86,14 +90,14 @@ def test_a_cause_of_ready_itself_is_listed() -> None:
     ]
 
 
-@pytest.mark.parametrize("style", [Style(), Style(whole=False), Style(width=120)])
-def test_lines_fit(style: Style) -> None:
-    found = lines(machine("a", NOT_LOADED, *SILENT), machine("b", NO_DAEMON), style=style)
-    assert max(map(len, found)) <= style.width
+@pytest.mark.parametrize("style", [{}, {"whole": False}, {"width": 120}])
+def test_lines_fit(style: dict[str, Any]) -> None:
+    found = lines(machine("a", NOT_LOADED, *SILENT), machine("b", NO_DAEMON), **style)
+    assert max(map(len, found)) <= style.get("width", 80)
 
 
 def test_several_machines_have_one_line_for_each_cause() -> None:
-    found = lines(machine("a", NOT_LOADED, *SILENT), style=Style(whole=False))
+    found = lines(machine("a", NOT_LOADED, *SILENT), whole=False)
     assert len(found) == 3
     assert found[1].startswith("  DriverLoaded: False, ModuleNotLoaded: the kernel module")
     assert found[1].endswith("...")
@@ -108,14 +112,14 @@ def test_long_names_are_not_broken() -> None:
 
 
 def test_colours_are_for_terminals() -> None:
-    found = lines(machine("a", NOT_LOADED), style=Style(colour=True))[0]
+    found = lines(machine("a", NOT_LOADED), colour=True)[0]
     assert found.startswith("a: \x1b[1;31mnot ready\x1b[0m, ModuleNotLoaded")
     assert re.sub(r"\x1b\[[0-9;]*m", "", found) == lines(machine("a", NOT_LOADED))[0]
 
 
 def test_a_ready_machine_without_gpus_says_why() -> None:
     ready = Condition(ConditionType.READY, Status.TRUE, Reason.NO_GPU, "this host has no GPU: no GPU is set up")
-    assert list(summaries([MachineOutcome("a", (ready,))], NOW, Style())) == [
+    assert list(summaries([MachineOutcome("a", (ready,))])) == [
         "a: ready, NoGPU, 0 GPUs",
         "    this host has no GPU: no GPU is set up",
     ]

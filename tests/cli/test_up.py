@@ -14,7 +14,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from agent.cli.node import reset_machine, up
 from agent.config.settings import Config, MachineSettings
 from agent.host.provision.host_settings import NO_SWAP
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
@@ -36,6 +35,7 @@ from agent.model.paths import (
 )
 from tests.fakes.archives import entry, packed
 from tests.fakes.clock import Clock
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, UNITS, units
 from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.node_host import CA_FILE, DIGEST, NODE, NodeHost, node_host, node_reconciler, wanted
@@ -54,12 +54,13 @@ def host(tmp_path: Path) -> NodeHost:
 
 
 def run(host: NodeHost, /, *, rebuild: bool = False, for_programs: bool = False, **node: object) -> int:
+    options = f"{' --rebuild' if rebuild else ''}{' --json' if for_programs else ''}"
     agent = node_reconciler(host, **node)
-    return up(agent, MACHINE, rebuild=rebuild, for_programs=for_programs, network=host.network, ask=host.ask)
+    return command(agent, f"up {MACHINE}{options}", network=host.network, ask=host.ask)
 
 
 def undo(host: NodeHost) -> int:
-    return reset_machine(MACHINE, node_reconciler(host), host.network)
+    return command(node_reconciler(host), "reset", MACHINE, network=host.network)
 
 
 def tree(host: NodeHost) -> dict[str, bytes]:
@@ -364,14 +365,14 @@ def test_a_renamed_table_makes_no_second_machine_of_the_same_node(
     host.bus.unit("systemd-networkd.service", "active")
     agent.config = msgspec.structs.replace(agent.config, machines={"new": settings})
     capsys.readouterr()
-    assert up(agent, "new", rebuild=False, for_programs=False, network=host.network, ask=host.ask) == 1
+    assert command(agent, "up new", network=host.network, ask=host.ask) == 1
     printed = capsys.readouterr().out
     assert f"FAILED  former nodes: new: machine {MACHINE}, which `up` made, is the node {NODE}, too" in printed
     assert f"run `unbounded-agent reset {MACHINE}` first" in printed
     assert settings.node
     named = msgspec.structs.replace(settings, node=msgspec.structs.replace(settings.node, name="other"))
     agent.config = msgspec.structs.replace(agent.config, machines={"new": named})
-    assert up(agent, "new", rebuild=False, for_programs=False, network=host.network, ask=host.ask) == 1
+    assert command(agent, "up new", network=host.network, ask=host.ask) == 1
     assert f"machine {MACHINE}, which `up` made, is a node on the host's network, too" in capsys.readouterr().out
     assert not host.exists(machine_root("new"))
     own = msgspec.structs.replace(named, nspawn=msgspec.structs.replace(named.nspawn, virtual_ethernet=True))
@@ -386,7 +387,7 @@ def test_another_network_needs_a_rebuild(host: NodeHost, capsys: pytest.CaptureF
     (machine,) = agent.config.machines.values()
     own = msgspec.structs.replace(machine, nspawn=msgspec.structs.replace(machine.nspawn, virtual_ethernet=True))
     agent.config = msgspec.structs.replace(agent.config, machines={MACHINE: own})
-    up(agent, MACHINE, rebuild=False, for_programs=False, network=host.network, ask=host.ask)
+    command(agent, f"up {MACHINE}", network=host.network, ask=host.ask)
     assert "other settings: whether the machine is on the host's network; run" in capsys.readouterr().err
 
 
@@ -487,7 +488,7 @@ def test_reset_removes_drivers_only_with_the_last_machine(host: NodeHost) -> Non
     host.make_directory(machine_root("other"))
     agent.config = msgspec.structs.replace(agent.config, machines=others)
     host.bus.unit("systemd-nspawn@other.service")
-    reset_machine(MACHINE, agent, host.network)
+    command(agent, "reset", MACHINE, network=host.network)
     assert host.entries(TREES) == ("0",)
 
 
@@ -579,13 +580,13 @@ def test_reset_of_a_name_that_nothing_knows(host: NodeHost) -> None:
         if without:
             agent.config = Config(machines={})
         with pytest.raises(ConfigError, match="there is no machine nosuch") as error:
-            reset_machine("nosuch", agent, host.network)
+            command(agent, "reset", "nosuch", network=host.network)
         assert error.value.hint == (
             "no machine is configured, and `up` has made none" if without else f"the machines are {MACHINE}"
         )
     run(host)
     with pytest.raises(ConfigError, match="there is no machine nosuch"):
-        reset_machine("nosuch", node_reconciler(host), host.network)
+        command(node_reconciler(host), "reset", "nosuch", network=host.network)
     assert host.exists(machine_root(MACHINE))
 
 
@@ -597,7 +598,7 @@ def test_reset_of_what_is_left_of_a_machine_is_no_error(host: NodeHost, path: st
     agent = node_reconciler(host)
     agent.config = Config(machines={})
     host.make_directory(path)
-    assert reset_machine(MACHINE, agent, host.network) == 0
+    assert command(agent, "reset", MACHINE, network=host.network) == 0
 
 
 def test_only_root_may_read_what_was_recorded(host: NodeHost) -> None:
@@ -666,7 +667,7 @@ def test_reset_of_what_is_no_machines_name(host: NodeHost, name: str) -> None:
     """A script's variable may be empty. The path of no machine is the directory of all."""
     assert run(host) == 0
     with pytest.raises(ConfigError, match="no machine's name") as caught:
-        reset_machine(name, node_reconciler(host), host.network)
+        command(node_reconciler(host), "reset --", name, network=host.network)
     assert "remove" not in str(caught.value)
 
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from agent.cli.wiring import make_reconciler
+from agent.cli.host import make_reconciler
 from agent.config.load import Loaded
 from agent.config.settings import Config
 from agent.model.paths import AGES, REPORT_NAME, report_directory

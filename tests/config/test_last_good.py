@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.host import load
-from agent.cli.wiring import make_reconciler
+from agent.cli.host import load, make_reconciler
 from agent.config.load import load_config, load_or_last_good
 from agent.config.settings import Config
 from agent.model.errors import ConfigChangedError, ConfigError, NoMachinesError

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agent import __version__
-from agent.cli.gpus import Timing
 from agent.config.settings import Config
+from agent.host.detach import Timing
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.facts import DeviceAllow, parse_live, render_live
 from agent.model.handoff import FabricAnswer, Publication, Report, parse_handoff, render_report
 from agent.model.paths import handoff_file, live_file, report_directory
+from tests.fakes.clock import Clock
 from tests.fakes.gpu_host import MACHINE, set_up, units
 from tests.fakes.host import Host
 from tests.fakes.processes import process
@@ -19,13 +20,16 @@ from tests.fakes.processes import process
 PERMISSION = DeviceAllow("/dev/char/195:1", "rw")
 HOLDER = 4242
 BOOT_ID = "11111111-2222-3333-4444-555555555555"
-FAST = Timing(poll=0, answer=20, report_interval=0)
+FAST = Timing(poll=0, answer=20)
 
 
 class Site:
     """A host with its running machine, and what happens while somebody waits."""
 
-    def __init__(self, tree: Path) -> None:
+    def __init__(self, tree: Path, clock: Clock | None = None) -> None:
+        """With a clock, each wait lets the machine answer, and something happen."""
+        if clock:
+            clock.meanwhile = self.wait
         self.host = set_up(Host(tree))
         self.host.make_directory("/proc")
         self.messages: list[str] = []
@@ -49,7 +53,7 @@ class Site:
 
     def configure(self, **settings: object) -> Reconciler:
         config = Config.validated({"machines": {MACHINE: settings}})
-        self.agent = Reconciler(config, self.host, self.host, self.on_progress)
+        self.agent = Reconciler(config, self.host, self.host, self.messages.append)
         return self.agent
 
     def start(self) -> None:
@@ -60,10 +64,7 @@ class Site:
         units(self.host, "active")
         self.answer()
 
-    def on_progress(self, sentence: str) -> None:
-        self.messages.append(sentence)
-        if not sentence.startswith("wait"):
-            return
+    def wait(self) -> None:
         if self.answers:
             self.answer()
         if self.meanwhile:

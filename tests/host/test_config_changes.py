@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.node import reset_machine, up
 from agent.cli.prepare import prepare
 from agent.config.load import InForce, save_last_good
 from agent.config.settings import Config
@@ -21,6 +20,7 @@ from agent.model.paths import (
     nspawn_file,
     unit_drop_in,
 )
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, units
 from tests.fakes.host import Host
 from tests.fakes.node_host import node_host, node_reconciler
@@ -104,13 +104,13 @@ def test_a_start_goes_on_with_the_new_configuration(two_machines: Host) -> None:
 def test_reset_leaves_a_machine_that_was_added_meanwhile(tmp_path: Path) -> None:
     node = node_host(tmp_path / "host")
     resetting = node_reconciler(node)
-    assert up(resetting, MACHINE, rebuild=False, for_programs=False, network=node.network, ask=node.ask) == 0
+    assert command(resetting, f"up {MACHINE}", network=node.network, ask=node.ask) == 0
     resetting.in_force = InForce(resetting.config, node)
     node.make_directory(machine_root(SECOND))
     node.bus.unit(machine_unit(SECOND), "inactive", stopped_at=1)
     process(node, NEW).reconcile()
     with pytest.raises(ConfigChangedError):
-        reset_machine(MACHINE, resetting, node.network)
+        command(resetting, f"reset {MACHINE}", network=node.network)
     assert has_settings(node, SECOND)
 
 
@@ -129,12 +129,12 @@ def test_a_stopped_node_that_was_removed_keeps_its_settings_until_it_is_reset(tm
     """`up` has enabled it. Without the settings, the template's -U would apply when the host boots."""
     node = node_host(tmp_path / "host")
     made = node_reconciler(node)
-    assert up(made, MACHINE, rebuild=False, for_programs=False, network=node.network, ask=node.ask) == 0
+    assert command(made, f"up {MACHINE}", network=node.network, ask=node.ask) == 0
     node.bus.unit(machine_unit(MACHINE), "inactive", stopped_at=1)
     removed = process(node, {})
     removed.reconcile()
     assert has_settings(node, MACHINE)
-    assert reset_machine(MACHINE, removed, node.network) == 0
+    assert command(removed, f"reset {MACHINE}", network=node.network) == 0
     assert not node.exists(nspawn_file(MACHINE))
 
 
@@ -145,7 +145,7 @@ def test_the_reset_of_the_last_node_leaves_the_drivers_to_a_machine_that_keeps_i
     """Its next start would find no driver, or the host no directory to bind into it."""
     node = node_host(tmp_path / "host")
     made = node_reconciler(node)
-    assert up(made, MACHINE, rebuild=False, for_programs=False, network=node.network, ask=node.ask) == 0
+    assert command(made, f"up {MACHINE}", network=node.network, ask=node.ask) == 0
     node.make_directory(machine_root(SECOND))
     node.bus.unit(machine_unit(SECOND), "inactive", stopped_at=1)
     process(node, {SECOND: {"gpus": ["0000:02:00.0"]}}).reconcile()
@@ -153,7 +153,7 @@ def test_the_reset_of_the_last_node_leaves_the_drivers_to_a_machine_that_keeps_i
         link = f"/etc/systemd/system/machines.target.wants/{machine_unit(SECOND)}"
         node.link(link, "/usr/lib/systemd/system/systemd-nspawn@.service")
     node.bus.unit(machine_unit(MACHINE), "inactive", stopped_at=1)
-    assert reset_machine(MACHINE, process(node, {}), node.network) == 0
+    assert command(process(node, {}), f"reset {MACHINE}", network=node.network) == 0
     assert (has_settings(node, SECOND), node.exists(f"{MANIFESTS}/0.json")) == (enabled, enabled)
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agent.cli.doctor.machines import diagnose
-from agent.cli.gpus import attach, detach, forget
 from agent.config.settings import Config
+from agent.host.detach import attach, detach, forget
 from agent.host.reconcile import MachineOutcome, Reconciler
 from agent.host.state.gpus import REMEMBERED
 from agent.model.conditions import ConditionType, Status
@@ -19,6 +19,7 @@ from agent.model.errors import AgentError, ConfigError, DocumentError
 from agent.model.facts import Remembered, RememberedGpu, Unseen
 from agent.model.paths import MACHINES_STATE, REMEMBERED_GPUS, RUNTIME
 from agent.system.trust import discarded
+from tests.fakes.clock import Clock
 from tests.fakes.detach_site import FAST, Site
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
@@ -183,8 +184,8 @@ def test_a_gpu_that_a_virtual_machine_has_is_not_missed(gpu_host: Host) -> None:
     assert complete(evaluate(agent)) == COMPLETE
 
 
-def test_detaching_acknowledges_and_attaching_reverts_that(tmp_path: Path) -> None:
-    site = Site(tmp_path / "host")
+def test_detaching_acknowledges_and_attaching_reverts_that(tmp_path: Path, clock: Clock) -> None:
+    site = Site(tmp_path / "host", clock)
     site.start()
     assert detach(SECOND, site.agent, FAST).done
     assert attach(SECOND, site.agent, FAST).done

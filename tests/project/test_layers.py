@@ -18,7 +18,15 @@ Order: TypeAlias = tuple[str | tuple[str, ...], ...]
 """Lowest first: a module imports from its own room and from lower rooms. Rooms in one tuple never import each other."""
 ORDER: Order = ("model", "system", "config", "vendors", ("host", "machine", "dra"), "cli")
 ROOMS: Mapping[str, Order] = {
-    "host": (("state", "vendors"), ("observe", "plan"), "apply", "verify", "reconcile", "provision", "daemon"),
+    "host": (
+        ("state", "vendors"),
+        ("observe", "plan"),
+        "apply",
+        "verify",
+        "reconcile",
+        ("provision", "detach"),
+        ("joining", "allocation", "daemon"),
+    ),
     "machine": (
         ("notes", "vendors", "open_nodes", "containerd_tables"),
         ("devices", "libraries", "containerd"),

@@ -20,11 +20,11 @@ from msgspec import to_builtins
 from agent.cli.doctor.cluster import findings, read_cluster
 from agent.cli.doctor.host import diagnose_host, diagnose_machines
 from agent.cli.doctor.report import ClusterDiagnosis, Report, as_object, in_words
-from agent.cli.output import document, style
+from agent.cli.output import document
 from agent.cli.parser import VERSION
-from agent.cli.printing import say
-from agent.cli.status import as_dated, as_json
-from agent.cli.wiring import reconciler_for
+from agent.cli.printing import say, terminal
+from agent.cli.status import as_dated
+from agent.cli.status import as_object as status_of
 from agent.host.observe.machine import observe_joined
 from agent.host.reconcile import Reconciler
 from agent.host.vendors import HOST_VENDORS
@@ -330,14 +330,14 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes, now: float) -> None:
 
 def _contents(report: Report, reconciler: Reconciler) -> Iterator[tuple[str, Callable[[], str]]]:
     """Yield the name of each file in the archive, with a function that returns the file's text."""
-    now, system = time.time(), reconciler.system
+    system = reconciler.system
     facts, planned, difference = reconciler.preview()
     machines = as_dated(reconciler.evaluate(facts, planned, difference), system)
     steps = "".join(f"{each.describe()}\n" for each in difference.actions)
     yield "version.txt", lambda: f"{VERSION}\n"
     yield "doctor.txt", lambda: "\n".join(in_words(report))
-    yield "doctor.json", lambda: document("doctor", now, as_object(report))
-    yield "status.json", lambda: as_json(machines, facts, now)
+    yield "doctor.json", lambda: document("doctor", as_object(report))
+    yield "status.json", lambda: document("status", status_of(machines, facts))
     yield "plan.txt", lambda: steps
     yield "settings.json", lambda: json.dumps(to_builtins(reconciler.config), indent=1)
     for path in FILES:
@@ -399,31 +399,22 @@ def _options(options: str) -> str:
     return ",".join(known if len(known) == len(found) else [*known, REMOVED])
 
 
-def run_doctor(options: argparse.Namespace) -> int:
-    """Run `doctor` with these options."""
-    reconciler = reconciler_for(options)
-    return doctor(reconciler, for_programs=options.json, kubeconfig=options.kubeconfig, bundle=options.bundle)
-
-
-def doctor(
-    reconciler: Reconciler, *, for_programs: bool = False, kubeconfig: str = "", bundle: str | None = None
-) -> int:
+def doctor(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Print the diagnoses as text, or as JSON for programs. Return 0 if the report is sound, otherwise 1.
 
-    If the configuration on disk is invalid, the report is about the last good one, and the exit code is 2. If `bundle`
-    is not None, it is a path: write an archive there instead, and return 0. An empty path means a new file in the
-    current directory.
+    If the configuration on disk is invalid, the report is about the last good one, and the exit code is 2. With
+    --bundle, write an archive instead, and return 0: if no path is given, into a new file in the current directory.
     """
-    report = examine(reconciler, kubeconfig)
-    if bundle is not None:
+    found = examine(reconciler, options.kubeconfig)
+    if options.bundle is not None:
         name = f"unbounded-agent-{os.uname().nodename}-{rfc3339(time.time()).replace(':', '')}.tar.gz"
-        path = os.path.abspath(bundle or name)
-        left_out = write_bundle(path, report, reconciler)
+        path = os.path.abspath(options.bundle or name)
+        left_out = write_bundle(path, found, reconciler)
         aside = f"; what is missing ({len(left_out)}) is listed in left-out.txt in the archive" if left_out else ""
         say([f"{path} is written{aside}", "Secrets that were recognised are removed. Read it before you send it."])
         return 0
-    say([document("doctor", time.time(), as_object(report))] if for_programs else in_words(report, style().width))
-    return 2 if reconciler.rejected else 0 if report.sound else 1
+    say([document("doctor", as_object(found))] if options.json else in_words(found, terminal()[0]))
+    return 2 if reconciler.rejected else 0 if found.sound else 1
 
 
 def examine(reconciler: Reconciler, kubeconfig: str = "") -> Report:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from agent.cli.kube import CHECKPOINT
+from agent.host.allocation import CHECKPOINT
 from integration.bed.cache import REPOSITORY, step
 from integration.bed.cluster.control_plane import ControlPlane, node_user
 from integration.bed.cluster.kubernetes import RELEASE

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.cli.kube import DIRECTORY
+from agent.host.allocation import DIRECTORY
 from integration.bed.cluster.control_plane import ControlPlane
 from integration.bed.cluster.kubernetes import RELEASE
 from integration.bed.cluster.stand_in_kubelet import StandInKubelet, listed, until

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.cli.kube import DIRECTORY
 from agent.dra.claims import CHECKPOINT
 from agent.dra.inventory import device_name
+from agent.host.allocation import DIRECTORY
 from agent.model.contract import AllocatableDevice, GpuState, GpuStatus
 from agent.model.paths import DRA_DRIVER
 from integration.bed.cluster.dra_node import Offering, offering

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agent.cli.kube import DIRECTORY
+from agent.host.allocation import DIRECTORY
 from agent.model.conditions import Reason
 from agent.model.contract import AllocatableDevice, Effect, GpuState, GpuStatus
 from agent.model.paths import DRA_DRIVER

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.cli.kube import DIRECTORY
 from agent.config.settings import KubeletSettings
+from agent.host.allocation import DIRECTORY
 from agent.host.provision.node_files import taints as registered_taints
 from agent.model.conditions import ConditionType, Reason, false, true
 from integration.bed.cache import REPOSITORY

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from agent.cli.doctor import bundle
-from agent.cli.doctor.bundle import REMOVED, doctor, redacted
+from agent.cli.doctor.bundle import REMOVED, redacted
 from agent.model.paths import CONFIG_FILE
 from agent.system.process import Completed
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda
@@ -50,7 +51,7 @@ def seeded(gpu_host: Host) -> Host:
 
 
 def written(host: Host) -> dict[str, str]:
-    assert doctor(reconciler(host), bundle="/root/b.tar.gz") == 0
+    assert command(reconciler(host), "doctor --bundle=/root/b.tar.gz") == 0
     place = Path(f"{host.root}/root/b.tar.gz")
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
     with tarfile.open(fileobj=io.BytesIO(place.read_bytes())) as archive:

@@ -6,7 +6,7 @@ import os
 import pytest
 from msgspec.structs import replace
 
-from agent.cli.doctor.bundle import doctor, examine
+from agent.cli.doctor.bundle import examine
 from agent.cli.doctor.host import SERVICE, SOCKET, diagnose_host
 from agent.config.settings import Config
 from agent.host.daemon.health import status_line
@@ -15,6 +15,7 @@ from agent.host.reconcile import Reconciler
 from agent.model.facts import GpuFault, PciDevice
 from agent.model.paths import STATE
 from agent.vendors.host_vendor import Finding
+from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda
@@ -44,7 +45,7 @@ def test_settings_of_kubelets_matter_only_where_one_may_run(sound: Host) -> None
     assert [each.cause for each in found(sound)] == [
         "vm.overcommit_memory is 0, but kubelets in machines start only if it is 1"
     ]
-    assert doctor(Reconciler(EMPTY, sound, sound)) == 0
+    assert command(Reconciler(EMPTY, sound, sound), "doctor") == 0
     unknown_machine = examine(reconciler(sound))
     assert len(unknown_machine.host.findings) == 1, "it has not reported yet"
 
@@ -115,9 +116,9 @@ def test_an_invalid_configuration_comes_first_and_the_rest_is_diagnosed(
     assert first.cause.startswith("the configuration is invalid")
     assert first.evidence == "/etc/unbounded-agent/config.toml: machines.a.gpu: unknown key; speed: unknown key"
     assert second.cause.startswith("kernel.panic is 0")
-    assert doctor(agent) == 2
+    assert command(agent, "doctor") == 2
     assert f"{MACHINE}: not ready: NotStaged" in capsys.readouterr().out
-    assert doctor(agent, for_programs=True) == 2
+    assert command(agent, "doctor --json") == 2
 
 
 def test_a_gpu_with_a_fatal_error_is_found_once(sound: Host) -> None:
@@ -151,7 +152,7 @@ def test_what_was_refused_is_a_note_and_no_fault(sound: Host, capsys: pytest.Cap
     assert report.host.findings == ()
     (note,) = report.host.remarks
     assert note.startswith(f"/var/lib/machines/{MACHINE}.nspawn has no effect")
-    assert doctor(reconciler(sound)) == 1, "the machine is not ready"
+    assert command(reconciler(sound), "doctor") == 1, "the machine is not ready"
     assert "note: /var/lib/machines" in capsys.readouterr().out
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.gpus import attach
 from agent.host.apply.steps import publish_documents
+from agent.host.detach import attach
 from agent.host.state.gpus import (
     forget_detached,
     forget_fault,

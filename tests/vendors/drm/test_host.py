@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agent.cli.gpus import gpu_nodes, why_unknown
 from agent.config.settings import Config
+from agent.host.detach import gpu_nodes, why_unknown
 from agent.host.plan.goal import plan, select
 from agent.host.vendors import HOST_VENDORS, host_vendor
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status

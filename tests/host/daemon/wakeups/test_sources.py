@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.gpus import forget
 from agent.config.settings import DriverSettings
 from agent.host.daemon.wakeups import (
     HEARTBEAT,
@@ -26,6 +25,7 @@ from agent.host.daemon.wakeups import (
     machined,
     matters,
 )
+from agent.host.detach import forget
 from agent.host.vendors import HOST_VENDORS
 from agent.system.devices import CONTROL
 from tests.fakes.gpu_host import reconciler
