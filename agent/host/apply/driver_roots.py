@@ -1,4 +1,15 @@
-"""Stages complete driver roots on disk, and removes them. agent.host.apply.driver_roots shows them to machines."""
+"""Stages complete driver roots on disk, shows them to machines, and removes them.
+
+A published driver root is an overlay file system without a writable layer. Root in a machine can remount a bind mount
+writable, but not an overlay that has no layer to write to (ovl_reconfigure in fs/overlayfs). HOST_NVIDIA, which has the
+mount points, is such an overlay too. Otherwise root in a machine could remove a mount point. That would unmount the
+driver root in all machines (detach_mounts in fs/namei.c), and root in the machine could put something else in its
+place. If overlays cannot be mounted on this host, driver roots are published as plain directories, without this
+protection.
+
+PID 1 mounts the driver roots, because processes in the service's sandbox may not mount anything, and because PID 1 also
+mounts the driver roots at boot, without the service. The mounts propagate into running machines.
+"""
 
 import contextlib
 import os
@@ -32,19 +43,6 @@ from agent.system.copy import Copies, clear
 from agent.system.files import System, mounted, temporary_path
 from agent.system.trust import read_seen, write_record
 
-# Publishes driver roots, so that machines see them, and hides them again.
-#
-# A published driver root is an overlay file system without a writable layer. Root in a machine can remount a bind mount
-# writable, but not an overlay that has no layer to write to (ovl_reconfigure in fs/overlayfs). HOST_NVIDIA, which has
-# the mount points, is such an overlay too. Otherwise root in a machine could remove a mount point. That would unmount
-# the driver root in all machines (detach_mounts in fs/namei.c), and root in the machine could put something else in its
-# place. If overlays cannot be mounted on this host, driver roots are published as plain directories, without this
-# protection.
-#
-# PID 1 mounts the driver roots, because processes in the service's sandbox may not mount anything, and because PID 1
-# also mounts the driver roots at boot, without the service. The mounts propagate into running machines.
-
-
 JOB_LIMIT = 20.0
 """Seconds that PID 1 may take to mount or unmount."""
 POLL = 0.05
@@ -64,6 +62,14 @@ Where={path}
 Options=ro,nosuid,nodev,nofail,lowerdir={lower}:{nothing}
 TimeoutSec=15
 """
+MARGIN = 64 << 20
+"""Bytes that must stay free on the file system after staging, for the agent's state."""
+RELOAD_LIMIT = 60.0
+"""Seconds that systemd may take to reload its units."""
+REMOVAL_LIMIT = 10.0
+"""Seconds until a removal stops; later passes continue it. Root in a machine may have added any number of files."""
+LEFTOVERS_LIMIT = 1.0
+"""Seconds until a removal of leftovers stops. The limit is lower, because no other step needs this removal."""
 
 
 def publish(index: int, system: System) -> None:
@@ -72,63 +78,36 @@ def publish(index: int, system: System) -> None:
     If HOST_NVIDIA cannot be mounted, or if other roots are plain directories already, the root is not mounted, but
     published as a plain directory.
     """
-    staged = observe_staged(system)
+    staged, path, parent = observe_staged(system), driver_root(index), mount_unit(HOST_NVIDIA)
     if staged.mounted or not staged.plain:
-        failure = _mount(index, system)
-        if not failure:
+        if HOST_NVIDIA not in mounted(system, OVERLAY):
+            _write_parent(system)
+        needs = f"Requires={parent}\nAfter={parent}\n"
+        _write_unit(path, f"Driver root {index} of unbounded-agent", f"{TREES}/{index}", needs, system)
+        refused = _run_job("StartUnit", mount_unit(path), system)
+        if path in mounted(system, OVERLAY):
             return
-        if observe_units([mount_unit(HOST_NVIDIA)], system)[mount_unit(HOST_NVIDIA)].state != "failed":
+        if observe_units([parent], system)[parent].state != "failed":
             # PID 1 has mounted the parent, or has not tried to. So the kernel may support overlay file systems: do not
             # fall back to a plain directory.
-            raise AgentError(f"driver root {index} cannot be mounted: {failure}")
+            see = f"see `systemctl status '{parent}' '{mount_unit(path)}'`{refused}"
+            raise AgentError(f"driver root {index} cannot be mounted: {see}")
         # Remove the units before the rename: at the next boot, their mounts would hide the plain directory.
-        _remove_unit(driver_root(index), system)
+        _remove_unit(path, system)
         _remove_unit(HOST_NVIDIA, system)
     # Do not mount HOST_NVIDIA here: the mount would hide other roots that are plain directories from the machines that
     # use them.
     system.make_directory(HOST_NVIDIA)
-    system.rename(f"{TREES}/{index}", driver_root(index))
+    system.rename(f"{TREES}/{index}", path)
 
 
-def mount_parent(system: System) -> bool:
-    """Mount HOST_NVIDIA, which hides plain directories in it. Return whether it worked. Raises AgentError, OSError."""
-    _write_parent(system)
-    _run_job("StartUnit", mount_unit(HOST_NVIDIA), system)
-    if HOST_NVIDIA in mounted(system, OVERLAY):
-        return True
-    _remove_unit(HOST_NVIDIA, system)
-    return False
-
-
-def unpublish(path: str, system: System) -> None:
+def _unpublish(path: str, system: System) -> None:
     """Unmount a driver root, or HOST_NVIDIA. Fails while a file in it is open. Raises AgentError, OSError."""
     if path in mounted(system, OVERLAY):
-        failure = _run_job("StopUnit", mount_unit(path), system)
+        refused = _run_job("StopUnit", mount_unit(path), system)
         if path in mounted(system, OVERLAY):
-            raise AgentError(f"{path} cannot be unmounted{failure}", f"see what uses it: `fuser -vm {path}`")
+            raise AgentError(f"{path} cannot be unmounted{refused}", f"see what uses it: `fuser -vm {path}`")
     _remove_unit(path, system)
-
-
-def unpublish_parent(system: System) -> None:
-    """Unmount HOST_NVIDIA. No driver root may still be mounted in it. Raises AgentError, OSError."""
-    unpublish(HOST_NVIDIA, system)
-    system.remove_empty_directory(posixpath.dirname(_wants_link(mount_unit(HOST_NVIDIA))))
-
-
-def _mount(index: int, system: System) -> str:
-    """Mount driver root `index`. Return where to look if the mount failed; empty if it worked.
-
-    Raises AgentError if PID 1 does not answer, and OSError if a unit cannot be written.
-    """
-    if HOST_NVIDIA not in mounted(system, OVERLAY):
-        _write_parent(system)
-    path, parent = driver_root(index), mount_unit(HOST_NVIDIA)
-    needs = f"Requires={parent}\nAfter={parent}\n"
-    _write_unit(path, f"Driver root {index} of unbounded-agent", f"{TREES}/{index}", needs, system)
-    failure = _run_job("StartUnit", mount_unit(path), system)
-    if path in mounted(system, OVERLAY):
-        return ""
-    return f"see `systemctl status '{parent}' '{mount_unit(path)}'`{failure}"
 
 
 def _write_parent(system: System) -> None:
@@ -180,17 +159,6 @@ def _run_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) 
     raise AgentError(f"{verb} of {unit} did not finish within {JOB_LIMIT:.0f} s", f"see `systemctl status '{unit}'`")
 
 
-MARGIN = 64 << 20
-"""Bytes that must stay free on the file system after staging, for the agent's state."""
-
-RELOAD_LIMIT = 60.0
-"""Seconds that systemd may take to reload its units."""
-REMOVAL_LIMIT = 10.0
-"""Seconds until a removal stops; later passes continue it. Root in a machine may have added any number of files."""
-LEFTOVERS_LIMIT = 1.0
-"""Seconds until a removal of leftovers stops. The limit is lower, because no other step needs this removal."""
-
-
 def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambda: None) -> None:
     """Copy a driver root to disk, by reflink if possible. Raises AgentError, OSError.
 
@@ -199,14 +167,13 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
     """
     system.make_directory(TREES)
     system.make_directory(STAGING)
-    _clear_staging(system)
+    for name in system.entries(STAGING):
+        system.remove_tree(f"{STAGING}/{name}")
     needed = sum(file.size for file in root.files) + MARGIN
     free = system.free_bytes(STAGING)
     if free < needed:
-        raise AgentError(
-            f"{STAGING}: driver {root.version} needs {needed >> 20} MiB, but only {free >> 20} MiB are free",
-            "free up space on that file system",
-        )
+        what = f"driver {root.version} needs {needed >> 20} MiB, but only {free >> 20} MiB are free"
+        raise AgentError(f"{STAGING}: {what}", "free up space on that file system")
     partial = f"{STAGING}/{root.index}"
     with Copies(progress) as copies:
         for file in root.files:
@@ -250,18 +217,13 @@ def _changed(file: Library, why: str = "") -> AgentError:
     return AgentError(f"{file.source}: changed while it was staged{why}", "the next pass tries again")
 
 
-def _clear_staging(system: System) -> None:
-    for name in system.entries(STAGING):
-        system.remove_tree(f"{STAGING}/{name}")
-
-
 def remove_root(index: int, system: System) -> None:
     """Hide a driver root from machines, then delete it. Raises AgentError, OSError.
 
     A running container keeps its files: each one is a bind mount, which does not depend on the path. A container that
     restarts needs the paths again, so `agent.host.plan.driver_roots` decides which roots may be removed.
     """
-    unpublish(driver_root(index), system)
+    _unpublish(driver_root(index), system)
     system.make_directory(REMOVED)
     removed, tree = f"{REMOVED}/{index}", f"{TREES}/{index}"
     clear((removed,), system, REMOVAL_LIMIT)
@@ -276,14 +238,12 @@ def remove_root(index: int, system: System) -> None:
 
 
 def remove_all(system: System) -> None:
-    """Remove all driver roots, and the units that mount them. Raises AgentError, OSError.
-
-    No machine may run or start.
-    """
+    """Remove all driver roots, and the units that mount them; no machine may run. Raises AgentError, OSError."""
     staged = observe_staged(system)
     for index in sorted({*(root.index for root in staged.roots), *staged.corrupt}):
         remove_root(index, system)
-    unpublish_parent(system)
+    _unpublish(HOST_NVIDIA, system)
+    system.remove_empty_directory(posixpath.dirname(_wants_link(mount_unit(HOST_NVIDIA))))
     system.run("systemctl", "daemon-reload", timeout=RELOAD_LIMIT)
 
 
@@ -295,14 +255,17 @@ def protect(indices: tuple[int, ...], system: System) -> None:
     answer, the next pass stages the roots again. Raises AgentError, OSError.
     """
     system.make_directory(REMOVED)
-    moves = [(driver_root(index), f"{REMOVED}/{index}") for index in indices]
+    moves, parent = [(driver_root(index), f"{REMOVED}/{index}") for index in indices], mount_unit(HOST_NVIDIA)
     clear(tuple(removed for _, removed in moves), system, REMOVAL_LIMIT)
     for plain, removed in moves:
         _move(plain, removed, system)
-    if not mount_parent(system):
+    _write_parent(system)
+    _run_job("StartUnit", parent, system)
+    if HOST_NVIDIA not in mounted(system, OVERLAY):
+        _remove_unit(HOST_NVIDIA, system)
         for plain, removed in moves:
             _move(removed, plain, system)
-        raise AgentError("driver roots stay plain directories", f"see `journalctl -b -u '{mount_unit(HOST_NVIDIA)}'`")
+        raise AgentError("driver roots stay plain directories", f"see `journalctl -b -u '{parent}'`")
     for index in indices:
         # The next pass tries again if a root cannot be removed now.
         with contextlib.suppress(AgentError):

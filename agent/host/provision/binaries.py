@@ -74,11 +74,10 @@ def wanted_binaries(node: NodeSettings, architecture: str) -> tuple[NodeBinary, 
     return tuple(wanted(*each) for each in sorted(settings.sha256.items()))
 
 
-def settings_of(binary: NodeBinary) -> str:
-    """Return the names of the settings that say which file is fetched, for a hint."""
-    if binary.archive:
-        return f"binaries.{binary.name}_version or binaries.github_mirror"
-    return "binaries.version or binaries.mirror"
+def _settings_of(binary: NodeBinary) -> tuple[str, str]:
+    """Return the names of the settings with the version and the mirror of a file, for hints."""
+    version = f"binaries.{binary.name}_version" if binary.archive else "binaries.version"
+    return version, "binaries.github_mirror" if binary.archive else "binaries.mirror"
 
 
 def cached(binary: NodeBinary, directory: str) -> str:
@@ -106,9 +105,12 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
 
     A download may take `limit` seconds.
     """
-    path = cached(binary, directory)
-    if _digest_of(path, system) == binary.sha256:
-        return path
+    path, source = cached(binary, directory), binary.source
+    # Whatever is in the cache and is not the program is replaced, even a directory or a huge file. An error of `_copy`
+    # would wrongly blame the mirror.
+    with contextlib.suppress(AgentError, OSError), opening.plain(system.full_path(path)) as file:
+        if _copy(path, file, None) == binary.sha256:
+            return path
     system.make_directory(directory)
     # Remove the temporary file of a killed attempt, and whatever is at the path itself, such as a damaged file.
     system.remove_temporary(path)
@@ -116,42 +118,28 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
     temporary = temporary_path(path)
     try:
         with opening.new_file(system.full_path(temporary)) as file:
-            remote = "://" in binary.source
-            digest = _download(binary, file, limit) if remote else _copy_from_bundle(binary, file, system)
+            if "://" in source:
+                digest = _download(binary, file, limit)
+            else:
+                try:
+                    reading = opening.plain(system.full_path(source))
+                except OSError as error:
+                    put = "put the file there, or change binaries.bundle"
+                    raise AgentError(f"{source}: {error.strerror}", put) from error
+                with reading:
+                    digest = _copy(source, reading, file)
             file.flush()
             os.fsync(file.fileno())
         if digest != binary.sha256:
+            check = f"check {' or '.join(_settings_of(binary))} and the digest against a source that you trust"
             raise AgentError(
-                f"{binary.source}: its SHA-256 digest is {digest}, not {binary.sha256} (sha256.{binary.name})",
-                f"check {settings_of(binary)} and the digest against a source that you trust; if they are right, do "
-                "not use this file",
+                f"{source}: its SHA-256 digest is {digest}, not {binary.sha256} (sha256.{binary.name})",
+                f"{check}; if they are right, do not use this file",
             )
         system.rename(temporary, path)
     finally:
         system.remove_temporary(path)
     return path
-
-
-def _digest_of(path: str, system: System) -> str:
-    """Return the SHA-256 digest of a file in the cache; empty if the file is missing or unusable."""
-    try:
-        with opening.plain(system.full_path(path)) as file:
-            return _copy(path, file, None)
-    except (AgentError, OSError):
-        # Raise no error, because `fetch` replaces what is there, even a directory or a huge file. The AgentError of
-        # `_copy` would also wrongly blame the mirror.
-        return ""
-
-
-def _copy_from_bundle(binary: NodeBinary, file: BinaryIO, system: System) -> str:
-    try:
-        source = opening.plain(system.full_path(binary.source))
-    except OSError as error:
-        raise AgentError(
-            f"{binary.source}: {error.strerror}", "put the file there, or change binaries.bundle"
-        ) from error
-    with source:
-        return _copy(binary.source, source, file)
 
 
 def _download(binary: NodeBinary, file: BinaryIO, limit: float) -> str:
@@ -182,7 +170,14 @@ def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http
             yield answer
     except urllib.error.HTTPError as error:
         error.close()
-        raise AgentError(f"{binary.source}: {error.code} {error.reason}", _status_hint(error.code, binary)) from error
+        hint = f"correct {' or '.join(_settings_of(binary))}, or use binaries.bundle"
+        if error.code == 407:
+            hint = PROXY_HINT
+        elif error.code == 429 or error.code >= 500:
+            hint = (
+                "the mirror refuses for now, or has a fault: wait, then run the command again, or use binaries.bundle"
+            )
+        raise AgentError(f"{binary.source}: {error.code} {error.reason}", hint) from error
     except urllib.error.URLError as error:
         if isinstance(error.reason, ssl.SSLCertVerificationError):
             hint = (
@@ -196,17 +191,9 @@ def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http
         raise _unreachable(binary, str(error) or type(error).__name__) from error
 
 
-def _status_hint(status: int, binary: NodeBinary) -> str:
-    if status == 407:
-        return PROXY_HINT
-    if status == 429 or status >= 500:
-        return "the mirror refuses for now, or has a fault: wait, then run the command again, or use binaries.bundle"
-    return f"correct {settings_of(binary)}, or use binaries.bundle"
-
-
 def _unreachable(binary: NodeBinary, why: str) -> AgentError:
-    mirror = settings_of(binary).rpartition(" ")[2]
-    return AgentError(f"{binary.source}: {why}", f"check the network to the mirror, or set {mirror} or binaries.bundle")
+    hint = f"check the network to the mirror, or set {_settings_of(binary)[1]} or binaries.bundle"
+    return AgentError(f"{binary.source}: {why}", hint)
 
 
 def _copy(what: str, source: BinaryIO | http.client.HTTPResponse, file: BinaryIO | None) -> str:
@@ -218,9 +205,8 @@ def _copy(what: str, source: BinaryIO | http.client.HTTPResponse, file: BinaryIO
     while chunk := source.read(CHUNK):
         size += len(chunk)
         if size > SIZE_LIMIT:
-            raise AgentError(
-                f"{what} has more than {SIZE_LIMIT >> 20} MiB", "check the mirror, or the files of binaries.bundle"
-            )
+            more = f"{what} has more than {SIZE_LIMIT >> 20} MiB"
+            raise AgentError(more, "check the mirror, or the files of binaries.bundle")
         digest.update(chunk)
         if file:
             file.write(chunk)
@@ -293,32 +279,40 @@ def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple
     Returns each program's digest and size, by its path in the root file system. Raises OSError if a file cannot be read
     or written; AgentError if the archive is damaged or too large, or does not contain the programs.
     """
-    found: dict[str, tuple[str, int]] = {}
+    several, found, total = binary.archive == "programs", dict[str, tuple[str, int]](), 0
+    settings = f"{' or '.join(_settings_of(binary))}, and sha256.{binary.name}"
+    hint = f"use the archive that the project of {binary.name} releases: correct {settings}"
     try:
-        with opening.plain(path) as file, gzip.GzipFile(fileobj=file) as content:
-            for name, program in _programs(_Ahead(content)):
-                if binary.archive == "programs":
-                    found |= _put(program, f"{binary.path}/{name}", root)
-                elif name == binary.name:
-                    found |= _put(program, binary.path, root)
+        with opening.plain(path) as file, gzip.GzipFile(fileobj=file) as unpacked:
+            for number, (entry, size, header, content) in enumerate(entries(_Ahead(unpacked))):
+                total += size
+                if total > UNPACKED_LIMIT or number >= ENTRIES_LIMIT:
+                    limits = f"{UNPACKED_LIMIT >> 20} MiB, or more than {ENTRIES_LIMIT} entries"
+                    raise tarfile.ReadError(f"more than {limits}")
+                name = NAME.fullmatch(entry)
+                if name and header.isreg() and header.mode & 0o111 and (several or name[1] == binary.name):
+                    target = f"{binary.path}/{name[1]}" if several else binary.path
+                    found[target] = _put(content, target, root)
     except DAMAGED as error:
-        raise AgentError(f"{binary.source}: not an archive that can be used: {error}", _hint(binary)) from error
+        raise AgentError(f"{binary.source}: not an archive that can be used: {error}", hint) from error
     if not found:
-        what = "no programs" if binary.archive == "programs" else f"no executable file {binary.name}"
-        raise AgentError(f"{binary.source} has {what} at its top level", _hint(binary))
+        what = "no programs" if several else f"no executable file {binary.name}"
+        raise AgentError(f"{binary.source} has {what} at its top level", hint)
     return found
 
 
-def _programs(archive: Readable) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Yield the name and the content of each program. The caller must read one content before it asks for the next."""
-    total = 0
-    for number, (path, size, header, content) in enumerate(entries(archive)):
-        total += size
-        if total > UNPACKED_LIMIT or number >= ENTRIES_LIMIT:
-            raise tarfile.ReadError(f"more than {UNPACKED_LIMIT >> 20} MiB, or more than {ENTRIES_LIMIT} entries")
-        name = NAME.fullmatch(path)
-        if name and header.isreg() and header.mode & 0o111:
-            yield name[1], content
+def _put(program: Iterator[bytes], path: str, root: System) -> tuple[str, int]:
+    digest, size = hashlib.sha256(), 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal size
+        for chunk in program:
+            digest.update(chunk)
+            size += len(chunk)
+            yield chunk
+
+    root.stream(path, chunks(), 0o755)
+    return digest.hexdigest(), size
 
 
 def entries(archive: Readable) -> Iterator[tuple[str, int, tarfile.TarInfo, Iterator[bytes]]]:
@@ -359,7 +353,16 @@ def _header(block: bytes) -> tarfile.TarInfo:
 
 def _name_and_size(header: tarfile.TarInfo, described: dict[bytes, bytes]) -> tuple[str, int]:
     """Return the name and the size of an entry with these headers before its own."""
-    records = _records(described.get(tarfile.XHDTYPE, b""))
+    # What a header of PAX says (pax(1): pax Extended Header).
+    pax, records, start = described.get(tarfile.XHDTYPE, b""), dict[bytes, bytes](), 0
+    while start < len(pax):
+        length = re.compile(rb"([1-9][0-9]{0,5}) ").match(pax, start)
+        end = start + int(length[1]) if length else 0
+        key, equals, value = pax[length.end() if length else end : max(end - 1, 0)].partition(b"=")
+        if not key or not equals or pax[end - 1 : end] != b"\n":
+            raise tarfile.ReadError("the description of an entry is malformed")
+        records[key] = value
+        start = end
     long = described.get(tarfile.GNUTYPE_LONGNAME, b"").partition(b"\0")[0]
     name = (records.get(b"path") or long).decode(*ENCODING) or header.name
     size = records.get(b"size", b"%d" % header.size)
@@ -369,20 +372,6 @@ def _name_and_size(header: tarfile.TarInfo, described: dict[bytes, bytes]) -> tu
         # umoci would take an empty name or size from elsewhere.
         raise tarfile.ReadError(f"{name[:200]!a} has an unusual path or size")
     return name, int(size) if header.type == tarfile.REGTYPE else 0
-
-
-def _records(content: bytes) -> dict[bytes, bytes]:
-    """Return what a header of PAX says (pax(1): pax Extended Header)."""
-    found, start = {}, 0
-    while start < len(content):
-        length = re.compile(rb"([1-9][0-9]{0,5}) ").match(content, start)
-        end = start + int(length[1]) if length else 0
-        key, equals, value = content[length.end() if length else end : max(end - 1, 0)].partition(b"=")
-        if not key or not equals or content[end - 1 : end] != b"\n":
-            raise tarfile.ReadError("the description of an entry is malformed")
-        found[key] = value
-        start = end
-    return found
 
 
 def _content(archive: Readable, size: int) -> Iterator[bytes]:
@@ -395,22 +384,3 @@ def _content(archive: Readable, size: int) -> Iterator[bytes]:
             length -= len(part)
             if wanted:
                 yield part
-
-
-def _put(program: Iterator[bytes], path: str, root: System) -> dict[str, tuple[str, int]]:
-    digest, size = hashlib.sha256(), 0
-
-    def chunks() -> Iterator[bytes]:
-        nonlocal size
-        for chunk in program:
-            digest.update(chunk)
-            size += len(chunk)
-            yield chunk
-
-    root.stream(path, chunks(), 0o755)
-    return {path: (digest.hexdigest(), size)}
-
-
-def _hint(binary: NodeBinary) -> str:
-    name = binary.name
-    return f"use the archive that the project of {name} releases: correct {settings_of(binary)}, and sha256.{name}"

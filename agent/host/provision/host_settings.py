@@ -6,7 +6,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from agent.config.settings import Config, HostNodeSettings
+from agent.config.settings import Config
 from agent.host.state.records import MARK
 from agent.model.errors import AgentError, CommandError
 from agent.model.node import Check, FoundFile, HostSettings, HostState, NodeFile, Swap
@@ -53,17 +53,21 @@ def host_goal(config: Config) -> HostSettings:
         return HostSettings({}, (), swap_off=False, files=())
     hosts = [settings.host for settings in nodes.values()]
     modules = tuple(dict.fromkeys(module for host in hosts for module in host.kernel_modules))
-    sysctls = _sysctls(hosts, modules)
-    swap_off = any(host.swap == "off" for host in hosts)
-    files = [
-        NodeFile(SYSCTLS, (HEADER + sysctl_lines(sysctls)).encode()),
-        NodeFile(NEEDRESTART, _needrestart(nodes).encode()),
-    ]
+    sysctls = {**KUBELET_SYSCTLS, **FORWARDING}
+    if BRIDGE_MODULE not in modules:
+        sysctls = {name: value for name, value in sysctls.items() if not name.startswith(BRIDGE)}
+    for host in hosts:
+        sysctls |= {sysctl_name(name): value for name, value in host.sysctls.items()}
+    # A Perl file that keeps needrestart from restarting machines, with all their pods, after an upgrade.
+    names = "|".join(f"\\Q{machine}\\E" for machine in sorted(nodes))
+    needrestart = f"$nrconf{{override_rc}}{{qr(^systemd-nspawn\\@(?:{names})\\.service$)}} = 0;\n"
+    texts = {SYSCTLS: HEADER + sysctl_lines(sysctls), NEEDRESTART: HEADER + needrestart}
     if modules:
-        files.append(NodeFile(MODULES, (HEADER + "".join(f"{module}\n" for module in modules)).encode()))
-    if swap_off:
-        files.append(NodeFile(NO_SWAP, b""))
-    return HostSettings(sysctls, modules, swap_off, tuple(sorted(files, key=lambda file: file.path)))
+        texts[MODULES] = HEADER + "".join(f"{module}\n" for module in modules)
+    if swap_off := any(host.swap == "off" for host in hosts):
+        texts[NO_SWAP] = ""
+    files = tuple(NodeFile(path, text.encode()) for path, text in sorted(texts.items()))
+    return HostSettings(dict(sorted(sysctls.items())), modules, swap_off, files)
 
 
 def sysctl_lines(sysctls: Mapping[str, str]) -> str:
@@ -71,25 +75,26 @@ def sysctl_lines(sysctls: Mapping[str, str]) -> str:
     return "".join(f"-{name} = {value}\n" for name, value in sorted(sysctls.items()))
 
 
+SWAPPED = str.maketrans("./", "/.")
+
+
 def sysctl_name(name: str) -> str:
     """Return a parameter's name with dots, as sysctl(8) prints it. `name` may have slashes instead (sysctl.d(5))."""
     dot, slash = name.find("."), name.find("/")
-    if slash < 0 or 0 <= dot < slash:
-        return name
-    return name.translate(str.maketrans("./", "/."))
+    return name if slash < 0 or 0 <= dot < slash else name.translate(SWAPPED)
 
 
 def sysctl_path(name: str) -> str:
     """Return the file of a parameter, whose name is in the form that `sysctl_name` returns."""
-    return f"/proc/sys/{name.translate(str.maketrans('./', '/.'))}"
+    return f"/proc/sys/{name.translate(SWAPPED)}"
 
 
-def same_value(one: str | None, other: str) -> bool:
+def _same_value(one: str | None, other: str) -> bool:
     """Return whether two values of a parameter differ in blanks at most: the kernel prints tabs between numbers."""
     return one is not None and one.split() == other.split()
 
 
-def is_ours(content: bytes) -> bool:
+def _is_ours(content: bytes) -> bool:
     """Return whether a file with this content is the agent's. Empty files count, because NO_SWAP is empty."""
     return not content or content.startswith(MARK)
 
@@ -99,8 +104,8 @@ def host_changes(goal: HostSettings, state: HostState) -> tuple[str, ...]:
     values = ((name, state.sysctls.get(name), value) for name, value in sorted(goal.sysctls.items()))
     return (
         *(f"load kernel module {module}" for module in goal.modules if not state.modules.get(module)),
-        *(f"write {file.path}" for file in goal.files if needs_writing(file, state)),
-        *(f"set {name} to {value} (now {now})" for name, now, value in values if not same_value(now, value)),
+        *(f"write {file.path}" for file in goal.files if _needs_writing(file, state)),
+        *(f"set {name} to {value} (now {now})" for name, now, value in values if not _same_value(now, value)),
         *(f"turn off swap on {swap.path}" for swap in state.swaps if goal.swap_off),
     )
 
@@ -110,31 +115,13 @@ def host_problems(goal: HostSettings, state: HostState) -> tuple[Check, ...]:
     return tuple(
         Check("host settings", f"{file.path} exists, and the agent did not write it", "rename or remove it")
         for file in goal.files
-        if needs_writing(file, state) and (found := state.files.get(file.path)) and not is_ours(found.content)
+        if _needs_writing(file, state) and (found := state.files.get(file.path)) and not _is_ours(found.content)
     )
 
 
-def needs_writing(file: NodeFile, state: HostState) -> bool:
-    """Return whether a file has to be written."""
+def _needs_writing(file: NodeFile, state: HostState) -> bool:
     found = state.files.get(file.path)
     return found is None or found.content != file.content
-
-
-def _sysctls(hosts: Iterable[HostNodeSettings], modules: Iterable[str]) -> dict[str, str]:
-    sysctls = {
-        name: value
-        for name, value in {**KUBELET_SYSCTLS, **FORWARDING}.items()
-        if not name.startswith(BRIDGE) or BRIDGE_MODULE in modules
-    }
-    for host in hosts:
-        sysctls |= {sysctl_name(name): value for name, value in host.sysctls.items()}
-    return dict(sorted(sysctls.items()))
-
-
-def _needrestart(machines: Iterable[str]) -> str:
-    """Return a Perl file that keeps needrestart from restarting machines, with all their pods, after an upgrade."""
-    names = "|".join(f"\\Q{machine}\\E" for machine in sorted(machines))
-    return f"{HEADER}$nrconf{{override_rc}}{{qr(^systemd-nspawn\\@(?:{names})\\.service$)}} = 0;\n"
 
 
 SWAPS = "/proc/swaps"
@@ -154,11 +141,19 @@ RELOAD_LIMIT = 90.0
 
 def observe_host(goal: HostSettings, system: System) -> HostState:
     """Return the current values of everything that a goal names. Swap is always observed, whatever the goal says."""
-    built_in = _built_in(system) if goal.modules else ""
-    directories = dict.fromkeys(each for file in goal.files for each in _parents(file.path))
+    built_in = ""
+    if goal.modules:
+        path = f"/lib/modules/{system.read_text(RELEASE).strip()}/modules.builtin"
+        built_in = system.read_text(path).replace("-", "_") if system.exists(path) else ""
+    plain = {module: module.replace("-", "_") for module in goal.modules}
+    # The directories of the files, outermost first, without `/`.
+    parts = [posixpath.dirname(file.path).split("/") for file in goal.files]
+    directories = dict.fromkeys("/".join(each[:length]) for each in parts for length in range(2, len(each) + 1))
     return HostState(
         sysctls={name: _sysctl(name, system) for name in goal.sysctls},
-        modules={module: _is_loaded(module, built_in, system) for module in goal.modules},
+        modules={
+            module: system.exists(f"/sys/module/{name}") or f"/{name}.ko" in built_in for module, name in plain.items()
+        },
         swaps=tuple(sorted(_swaps(system), key=lambda swap: swap.path)),
         files={file.path: _file(file.path, system) for file in goal.files},
         absent_directories=tuple(each for each in directories if not system.exists(each)),
@@ -173,7 +168,7 @@ def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
     for module in goal.modules:
         if not before.modules.get(module):
             system.run("modprobe", "--use-blacklist", "--", module, timeout=MODPROBE_LIMIT)
-    written = [file for file in goal.files if needs_writing(file, before)]
+    written = [file for file in goal.files if _needs_writing(file, before)]
     for file in written:
         system.write(file.path, file.content, file.mode)
     _reload((file.path for file in written), system)
@@ -212,11 +207,6 @@ def undo_host(found: HostState, system: System) -> None:
     active = {swap.path for swap in _swaps(system)}
     steps += [partial(_swap_on, swap, system) for swap in found.swaps if swap.path not in active]
     steps += [partial(_unload, module, system) for module, loaded in found.modules.items() if not loaded]
-    _run_all(steps)
-
-
-def _run_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Run all steps, even if one fails. Then raise AgentError with all failures, if there are any."""
     failures: list[str] = []
     for step in steps:
         try:
@@ -229,12 +219,6 @@ def _run_all(steps: Iterable[Callable[[], object]]) -> None:
         raise AgentError("; ".join(failures), "correct this, then run the same command again")
 
 
-def _parents(path: str) -> list[str]:
-    """Return the directories on a path, outermost first, without `/`."""
-    parts = posixpath.dirname(path).split("/")[1:]
-    return ["/" + "/".join(parts[: length + 1]) for length in range(len(parts))]
-
-
 def _sysctl(name: str, system: System) -> str | None:
     try:
         return system.read_text(sysctl_path(name)).strip()
@@ -245,31 +229,16 @@ def _sysctl(name: str, system: System) -> str | None:
 
 
 def _set_sysctl(name: str, value: str, system: System) -> None:
-    """Set a parameter, unless it has the value already.
-
-    Raises AgentError if the kernel does not have the parameter, or refuses the value.
-    """
-    if same_value(_sysctl(name, system), value):
+    """Set a parameter, unless it has the value already."""
+    if _same_value(_sysctl(name, system), value):
         return
     try:
         system.write_kernel(sysctl_path(name), value)
     except OSError as error:
         if error.errno in NOT_FOUND:
-            raise AgentError(
-                f"the kernel does not have the parameter {name}",
-                "correct node.host.sysctls, or add the module that has it to node.host.kernel_modules",
-            ) from error
+            advice = "correct node.host.sysctls, or add the module that has it to node.host.kernel_modules"
+            raise AgentError(f"the kernel does not have the parameter {name}", advice) from error
         raise AgentError(f"the kernel refuses to set {name} to {value}: {error.strerror}") from error
-
-
-def _built_in(system: System) -> str:
-    path = f"/lib/modules/{system.read_text(RELEASE).strip()}/modules.builtin"
-    return system.read_text(path) if system.exists(path) else ""
-
-
-def _is_loaded(module: str, built_in: str, system: System) -> bool:
-    plain = module.replace("-", "_")
-    return system.exists(f"/sys/module/{plain}") or f"/{plain}.ko" in built_in.replace("-", "_")
 
 
 def _unload(module: str, system: System) -> None:
@@ -317,7 +286,7 @@ def _file(path: str, system: System) -> FoundFile | None:
 def _restore(path: str, found: FoundFile | None, system: System) -> None:
     """Restore a file as it was found, or remove it if there was none. If others have replaced it since, leave it."""
     now = _file(path, system)
-    if now is not None and not is_ours(now.content):
+    if now is not None and not _is_ours(now.content):
         return
     if found is None:
         system.remove(path)

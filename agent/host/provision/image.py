@@ -1,4 +1,4 @@
-"""Chooses the image of a node's root file system, and inspects it at its source."""
+"""Chooses the image of a node's root file system, inspects it at its source, and makes the root file system from it."""
 
 import contextlib
 import gzip
@@ -40,6 +40,7 @@ ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 BASELINES = {"amd64": (None, "", "v1"), "arm64": (None, "", "v8")}
 """By architecture: the variants of an image that each processor of this architecture can run. None stands for an image
 for which the index names no variant."""
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 SAFE_UMOCI = (0, 4, 7)
 """The first safe version. An image can make earlier ones write anywhere on the host (CVE-2021-29136)."""
 ASK_LIMIT = 60.0
@@ -71,35 +72,52 @@ def inspect(settings: ImageSettings, name: str, system: System) -> NodeImage:
     Even with a mirror, the image's own registry decides which digest a tag has. Raises AgentError, for example if the
     image is for another architecture.
     """
-    architecture = go_architecture(system)
+    architecture, remote = go_architecture(system), name.startswith(REGISTRY)
     _check_umoci(system)
-    access = access_options(settings, name, "", system)
-    if name.startswith(REGISTRY):
-        repository, pin = _split(name)
-        if not pin:
-            pin = _digest(_raw_manifest(access, name, system))
-        digest, manifest = _pinned(access, f"{_mirrored(repository, settings)}@{pin}", system)
-        if "manifests" in manifest:
-            pin = _digest_for(architecture, name, manifest)
-            digest, manifest = _pinned(access, f"{_mirrored(repository, settings)}@{pin}", system)
-        pinned = f"{_mirrored(repository, settings)}@{digest}"
+    access = _access_options(settings, name, "", system)
+
+    def ask(what: str, name: str) -> bytes:
+        try:
+            # run_tool lets skopeo use a proxy and write large files. For a compressed archive, skopeo writes a large
+            # temporary file.
+            printed = system.run_tool("skopeo", "inspect", what, *access, name, timeout=ASK_LIMIT)
+        except CommandError as error:
+            raise explained(error, name) from error
+        return printed.encode(errors="surrogateescape")
+
+    def pinned(digest: str) -> tuple[str, dict[str, Any]]:
+        """Return the name with this digest, and the manifest that its source has for it."""
+        at = f"{settings.mirror}/{repository.rpartition('/')[2]}" if settings.mirror else repository
+        where = f"{at}@{digest}" if remote else name
+        raw = ask("--raw", where) if remote else _blob(name, digest, system)
+        if _digest(raw) != digest:
+            raise AgentError(f"{where}: the registry sent an image with digest {_digest(raw)}", "use another registry")
+        return where, parse_object(where, raw)
+
+    repository, digest = _split(name) if remote else (name, "")
+    if remote:
+        digest = digest or _digest(ask("--raw", name))
+        where, manifest = pinned(digest)
     else:
-        raw, pinned = _raw_manifest(access, name, system), name
+        raw, where = ask("--raw", name), name
         digest, manifest = _digest(raw), parse_object(name, raw)
-        if "manifests" in manifest:
-            digest = _digest_for(architecture, name, manifest)
-            manifest = parse_object(name, _blob(name, digest, system))
-    config = parse_object(name, _inspect(access, pinned, system, "--config"))
+    if "manifests" in manifest:
+        digest = _digest_for(architecture, name, manifest)
+        where, manifest = pinned(digest)
+    config = parse_object(name, ask("--config", where))
     image_architecture = get(name, config, "architecture", str)
     if image_architecture != architecture:
         raise AgentError(
             f"{name} is for {image_architecture!a}, and this host is {architecture}",
             "use an image for this host's architecture",
         )
-    return NodeImage(pinned, digest, image_architecture, _size(name, manifest))
+    sizes = objects(name, manifest, "layers", lambda where, layer: get(where, layer, "size", int))
+    total = sum(max(each, 0) for each in sizes)
+    # Layers in an archive are not compressed: `total` is their size on disk, so estimate their compressed size.
+    return NodeImage(where, digest, image_architecture, total // UNPACKED if name.startswith(ARCHIVE) else total)
 
 
-def access_options(settings: ImageSettings, name: str, prefix: str, system: System) -> tuple[str, ...]:
+def _access_options(settings: ImageSettings, name: str, prefix: str, system: System) -> tuple[str, ...]:
     """Return skopeo's options for access to an image's source. Raises ConfigError.
 
     The options' names begin with `prefix`: "src-" for `skopeo copy`, nothing for `skopeo inspect`.
@@ -122,38 +140,8 @@ def _check_umoci(system: System) -> None:
     found = re.search(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", printed)
     if not found or tuple(int(each) for each in found.groups()) < SAFE_UMOCI:
         version = found[0] if found else f"of unknown version ({printed.strip()[:100]!a})"
-        raise AgentError(
-            f"umoci {version} lets an image write anywhere on the host (CVE-2021-29136)", "install umoci 0.4.7 or later"
-        )
-
-
-def _inspect(access: tuple[str, ...], name: str, system: System, what: str) -> bytes:
-    """Return what skopeo prints about an image.
-
-    `access` comes from `access_options`. `what` is the option that says what to print.
-    """
-    try:
-        # Use run_tool, which lets skopeo use a proxy and write large files. For a compressed archive, skopeo writes a
-        # large temporary file.
-        printed = system.run_tool("skopeo", "inspect", what, *access, name, timeout=ASK_LIMIT)
-    except CommandError as error:
-        raise explained(error, name) from error
-    return printed.encode(errors="surrogateescape")
-
-
-def _raw_manifest(access: tuple[str, ...], name: str, system: System) -> bytes:
-    return _inspect(access, name, system, "--raw")
-
-
-def _pinned(access: tuple[str, ...], name: str, system: System) -> tuple[str, dict[str, Any]]:
-    """Return the digest in an image's name, and the manifest that the registry sends for this name.
-
-    Raises AgentError if the manifest does not have this digest.
-    """
-    raw, digest = _raw_manifest(access, name, system), name.rpartition("@")[2]
-    if _digest(raw) != digest:
-        raise AgentError(f"{name}: the registry sent an image with digest {_digest(raw)}", "use another registry")
-    return digest, parse_object(name, raw)
+        what = f"umoci {version} lets an image write anywhere on the host (CVE-2021-29136)"
+        raise AgentError(what, "install umoci 0.4.7 or later")
 
 
 def _digest(raw: bytes) -> str:
@@ -161,17 +149,10 @@ def _digest(raw: bytes) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split an image's name. Return the repository (the name without tag and digest), and the digest.
-
-    If the name has no digest, the digest is an empty string.
-    """
+    """Return an image's repository (its name without tag and digest), and its digest, which may be empty."""
     tagged, _, digest = name.partition("@")
     directory, slash, last = tagged.rpartition("/")
     return f"{directory}{slash}{last.partition(':')[0]}", digest
-
-
-def _mirrored(repository: str, settings: ImageSettings) -> str:
-    return f"{settings.mirror}/{repository.rpartition('/')[2]}" if settings.mirror else repository
 
 
 def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
@@ -187,13 +168,11 @@ def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
     # variant comes first in the list.
     baseline = [digest for variant, digest in fitting if variant in BASELINES[architecture]]
     digest = next(iter((*baseline, *(digest for _, digest in fitting))), "")
-    if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
+    if not DIGEST.fullmatch(digest):
         # Do not list entries for unknown/unknown: these are attestations, which BuildKit adds to an index.
         listed = ", ".join(sorted({f"{system}/{cpu}" for system, cpu, *_ in found if cpu and cpu != "unknown"}))
-        raise AgentError(
-            f"{name} has no usable image for linux/{architecture}; its index lists {listed[:200]!a}",
-            "use an image for this host's architecture",
-        )
+        what = f"{name} has no usable image for linux/{architecture}; its index lists {listed[:200]!a}"
+        raise AgentError(what, "use an image for this host's architecture")
     return digest
 
 
@@ -212,13 +191,6 @@ def _blob(name: str, digest: str, system: System) -> bytes:
     if _digest(content) != digest:
         raise AgentError(f"{name}: {path} is damaged", "copy the image there again")
     return content
-
-
-def _size(name: str, manifest: dict[str, Any]) -> int:
-    sizes = objects(name, manifest, "layers", lambda where, layer: get(where, layer, "size", int))
-    total = sum(max(each, 0) for each in sizes)
-    # Layers in an archive are not compressed: `total` is their size on disk, so estimate their compressed size.
-    return total // UNPACKED if name.startswith(ARCHIVE) else total
 
 
 # Makes a root file system from an image: skopeo pulls it, umoci unpacks it.
@@ -261,7 +233,10 @@ def unpack(
     clear((partial,), system, REMOVE_LIMIT)
     system.make_private(partial)
     try:
-        _check_space(image, partial, system)
+        needed, free = image.size * (1 + UNPACKED) + MARGIN, system.free_bytes(partial)
+        if free < needed:
+            what = f"{image.name} needs {needed >> 20} MiB, but only {free >> 20} MiB are free"
+            raise AgentError(f"{os.path.dirname(partial)}: {what}", "free up space on that file system")
         with _reporting_size(f"{partial}/image", image.size, system, progress):
             _pull(settings, image, partial, system)
         _check_layers(image, partial, system)
@@ -275,15 +250,6 @@ def unpack(
             clear((partial,), system, REMOVE_LIMIT)
 
 
-def _check_space(image: NodeImage, partial: str, system: System) -> None:
-    needed, free = image.size * (1 + UNPACKED) + MARGIN, system.free_bytes(partial)
-    if free < needed:
-        raise AgentError(
-            f"{os.path.dirname(partial)}: {image.name} needs {needed >> 20} MiB, but only {free >> 20} MiB are free",
-            "free up space on that file system",
-        )
-
-
 def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: System) -> None:
     policy = settings.signature_policy or (POLICY if system.is_file(POLICY) else "")
     # All layers become gzip layers, because umoci 0.4 does not know zstd. Layers that are already gzip stay unchanged.
@@ -294,7 +260,7 @@ def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: Syste
             "skopeo",
             *(("--policy", policy) if policy else ("--insecure-policy",)),
             *("--tmpdir", directory, "copy", "--quiet", "--retry-times", RETRIES),
-            *access_options(settings, image.name, "src-", system),
+            *_access_options(settings, image.name, "src-", system),
             *compression,
             *(image.name, f"oci:{directory}/image:node"),
             timeout=PULL_LIMIT,
@@ -309,52 +275,42 @@ def _check_layers(image: NodeImage, partial: str, system: System) -> None:
     What umoci writes is bounded by what is read here: it is at most the decompressed layers, because sparse files,
     whose holes umoci fills, are refused. A few hundred bytes may decompress to any number.
     """
+
+    def blob(where: str, document: dict[str, Any]) -> str:
+        digest = get(where, document, "digest", str)
+        if not DIGEST.fullmatch(digest):
+            raise DocumentError(f"{where}: digest is {digest[:100]!a}")
+        return f"{partial}/image/blobs/{digest.replace(':', '/')}"
+
+    def layer(where: str, document: dict[str, Any]) -> tuple[str, str]:
+        return blob(where, document), get(where, document, "mediaType", str)
+
     index = f"{partial}/image/index.json"
-    (digest,) = objects(index, parse_object(index, system.read(index)), "manifests", _digest_of)
-    manifest = parse_object(index, system.read(_unpacking_blob(partial, digest), MANIFEST_LIMIT))
+    (manifest,) = objects(index, parse_object(index, system.read(index)), "manifests", blob)
+    layers = objects(index, parse_object(index, system.read(manifest, MANIFEST_LIMIT)), "layers", layer)
     free, inodes = system.free_bytes(partial) - MARGIN, system.free_files(partial) // 2
     until = time.monotonic() + UNPACK_LIMIT
-    for layer, kind in objects(index, manifest, "layers", _layer_of):
+    for path, kind in layers:
+        what, another = f"{image.name}: layer sha256:{os.path.basename(path)[:12]}", "use another image"
         try:
-            with opening.plain(system.full_path(_unpacking_blob(partial, layer))) as file:
+            with opening.plain(system.full_path(path)) as file:
                 # As umoci, do not look at the content: the same bytes may be a tar archive, and compressed.
                 content = gzip.GzipFile(fileobj=file) if kind.endswith("+gzip") else file
                 for name, size, *_ in entries(content):
                     free, inodes = free - BLOCK - size, inodes - 1
-                    if why := _refusal(name, until):
-                        raise AgentError(f"{image.name}: layer {layer[:19]}: {why}", "use another image")
+                    if time.monotonic() > until:
+                        raise AgentError(f"{what}: it took more than {UNPACK_LIMIT:.0f} s to read", another)
+                    whiteouts = (part[len(WHITEOUT) :] for part in name.split("/") if part.startswith(WHITEOUT))
+                    if any(each in ("", ".", "..") for each in whiteouts):
+                        why = f"{name[:200]!a} would remove a directory outside of its own"
+                        raise AgentError(f"{what}: {why}", another)
                     if free < 0 or inodes < 0:
                         raise AgentError(
                             f"{image.name} unpacks to more bytes or files than the file system has room for",
                             "free up space on that file system, or use another image",
                         )
         except DAMAGED as error:
-            raise AgentError(
-                f"{image.name}: layer {layer[:19]} is damaged or unusual: {error}", "use another image"
-            ) from error
-
-
-def _refusal(name: str, until: float) -> str:
-    if time.monotonic() > until:
-        return f"it took more than {UNPACK_LIMIT:.0f} s to read"
-    if any(part.startswith(WHITEOUT) and part[len(WHITEOUT) :] in ("", ".", "..") for part in name.split("/")):
-        return f"{name[:200]!a} would remove a directory outside of its own"
-    return ""
-
-
-def _layer_of(where: str, document: dict[str, Any]) -> tuple[str, str]:
-    return _digest_of(where, document), get(where, document, "mediaType", str)
-
-
-def _digest_of(where: str, document: dict[str, Any]) -> str:
-    digest = get(where, document, "digest", str)
-    if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
-        raise DocumentError(f"{where}: digest is {digest[:100]!a}")
-    return digest
-
-
-def _unpacking_blob(partial: str, digest: str) -> str:
-    return f"{partial}/image/blobs/{digest.replace(':', '/')}"
+            raise AgentError(f"{what} is damaged or unusual: {error}", another) from error
 
 
 def _unpack(image: NodeImage, partial: str, system: System) -> None:
@@ -368,10 +324,8 @@ def _unpack(image: NodeImage, partial: str, system: System) -> None:
         raise explained(error, image.name) from error
     root = system.image(f"{partial}/root")
     if not any(root.is_program(path) for path in INIT):
-        raise AgentError(
-            f"{image.name} has no init ({', '.join(INIT)}): it cannot boot as a machine",
-            "use an image that containerfiles/ builds, or one with systemd",
-        )
+        what = f"{image.name} has no init ({', '.join(INIT)}): it cannot boot as a machine"
+        raise AgentError(what, "use an image that containerfiles/ builds, or one with systemd")
 
 
 @contextlib.contextmanager
@@ -382,9 +336,16 @@ def _reporting_size(layout: str, size: int, system: System, progress: Progress) 
     def watch() -> None:
         last = 0
         while not done.wait(TICK):
-            if (now := _bytes(layout, system) >> 20) != last:
-                progress(f"pulled {now} of {size >> 20} MiB")
-                last = now
+            total = 0
+            # Including what skopeo is still writing. It may rename a temporary file at any moment.
+            for directory in (layout, f"{layout}/blobs/sha256"):
+                with contextlib.suppress(OSError):
+                    for name in system.entries(directory):
+                        with contextlib.suppress(OSError):
+                            total += system.identity(f"{directory}/{name}").size
+            if total >> 20 != last:
+                last = total >> 20
+                progress(f"pulled {last} of {size >> 20} MiB")
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -393,18 +354,6 @@ def _reporting_size(layout: str, size: int, system: System, progress: Progress) 
     finally:
         done.set()
         thread.join()
-
-
-def _bytes(layout: str, system: System) -> int:
-    """Return the size of the files in an OCI layout in bytes, including those that skopeo is still writing."""
-    total = 0
-    for directory in (layout, f"{layout}/blobs/sha256"):
-        with contextlib.suppress(OSError):
-            for name in system.entries(directory):
-                # skopeo may rename a temporary file at any moment.
-                with contextlib.suppress(OSError):
-                    total += system.identity(f"{directory}/{name}").size
-    return total
 
 
 # Explains failures of skopeo and umoci.
@@ -454,17 +403,11 @@ def explained(error: CommandError, what: str) -> AgentError:
     The sentence has the program's last message. If the program printed none, the sentence has the message of `error`
     instead, which contains the program's arguments.
     """
-    text = _last_message(error.stderr)
-    if not text:
-        return AgentError(f"{what}: {error.message}", error.hint or "run the command again")
-    hint = next((hint for pattern, hint in HINTS if re.search(pattern, text)), "")
-    return AgentError(f"{what}: {text}", hint or "correct this, then run the command again")
-
-
-def _last_message(stderr: str) -> str:
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    lines = [line.strip() for line in error.stderr.splitlines() if line.strip()]
     if not lines:
-        return ""
+        return AgentError(f"{what}: {error.message}", error.hint or "run the command again")
     found = LOG_LINE.match(lines[-1])
     text = found["text"].replace('\\"', '"').replace("\\n", " ") if found else MARK.sub("", lines[-1])
-    return QUERY.sub(r"\1", " ".join(text.split()))[-600:]
+    text = QUERY.sub(r"\1", " ".join(text.split()))[-600:]
+    hint = next((hint for pattern, hint in HINTS if re.search(pattern, text)), "")
+    return AgentError(f"{what}: {text}", hint or "correct this, then run the command again")

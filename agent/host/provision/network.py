@@ -48,46 +48,36 @@ def observe_chains(system: System) -> tuple[Chains, ...]:
 
     For a program that cannot list its chains or tables, return one entry whose `table` is empty.
     """
-    chains = (each for program in _programs(system) for each in _chains(program, system))
-    return (*chains, *(_tables(system) if system.find_program(NFT) else ()))
+    found: list[Chains] = []
+    for family in FAMILIES:
+        kinds = [f"{family}-{kind}" for kind in KINDS]
+        programs = [program for program in kinds if system.find_program(f"{program}-save")]
+        for program in programs or ([family] if system.find_program(f"{family}-save") else []):
+            found += _chains(program, system)
+    return (*found, *(_tables(system) if system.find_program(NFT) else ()))
 
 
-def remove_chains(chains: Chains, system: System) -> None:
-    """Remove chains, and the rules of other chains that jump to them; for NFT, remove the whole table.
-
-    Raises CommandError or OSError.
-    """
-    if chains.program == NFT:
-        if chains in _tables(system):
-            system.run(NFT, "delete", "table", *chains.table.split(), timeout=LIMIT)
-        return
-    saved = [*_lines(system.run(f"{chains.program}-save", "--table", chains.table, timeout=LIMIT))]
-    present = {name for words in saved if (name := _chain(words))}
-    names = [name for name in chains.names if name in present]
-    for words in saved:
-        if _jumps(words, {*names}):
-            # The rule's words become arguments: a file for iptables-restore cannot have a line break in a comment.
-            with contextlib.suppress(CommandError):
-                system.run(chains.program, "--wait", "--table", chains.table, "-D", *words[1:], timeout=LIMIT)
-    # One call, because a cluster with many services has thousands of chains. All or nothing is done.
-    emptied, removed = ([f"{flag} {name}" for name in names] for flag in ("-F", "-X"))
+def _tables(system: System) -> list[Chains]:
     try:
-        _restore(chains, [*emptied, *removed], system)
+        listed = system.run(NFT, "list", "tables", timeout=LIMIT)
     except CommandError:
-        # A rule that leads to one of the chains is still there. `reset` compares the network again, and names what is
-        # left.
-        _restore(chains, emptied, system)
-        for each in removed:
-            with contextlib.suppress(CommandError):
-                _restore(chains, [each], system)
+        return [Chains(NFT, "", ())]
+    return [Chains(NFT, found[1], ()) for line in listed.splitlines() if (found := TABLE.fullmatch(line.strip()))]
 
 
-def _restore(chains: Chains, changes: list[str], system: System) -> None:
-    system.write(CHAINS_REMOVAL, "\n".join([f"*{chains.table}", *changes, "COMMIT", ""]).encode(), 0o600)
+def _chains(program: str, system: System) -> list[Chains]:
     try:
-        system.run(f"{chains.program}-restore", "--noflush", system.full_path(CHAINS_REMOVAL), timeout=LIMIT)
-    finally:
-        system.remove(CHAINS_REMOVAL)
+        saved = system.run(f"{program}-save", timeout=LIMIT)
+    except CommandError:
+        return [Chains(program, "", ())]
+    tables: dict[str, list[str]] = {}
+    names: list[str] = []
+    for words in _lines(saved):
+        if len(words) == 1 and words[0].startswith("*"):
+            names = tables.setdefault(words[0][1:], [])
+        elif name := _chain(words):
+            names.append(name)
+    return [Chains(program, table, tuple(sorted(names))) for table, names in sorted(tables.items()) if names]
 
 
 def _lines(saved: str) -> Iterator[list[str]]:
@@ -113,55 +103,51 @@ def _lines(saved: str) -> Iterator[list[str]]:
 
 
 def _chain(words: list[str]) -> str:
-    match words:
-        case [name, _, _] if name.startswith(":") and KUBERNETES.fullmatch(name[1:]):
-            return name[1:]
-        case _:
-            return ""
+    """Return the name of Kubernetes' chain that a line declares; empty if it declares none."""
+    is_chain = len(words) == 3 and words[0].startswith(":") and KUBERNETES.fullmatch(words[0][1:])
+    return words[0][1:] if is_chain else ""
 
 
-def _jumps(words: list[str], names: set[str]) -> bool:
-    """Return whether a rule leads to one of the chains `names`, and is not itself in one of them."""
-    match words:
-        case ["-A", chain, *_, "-j" | "-g", target]:
+def remove_chains(chains: Chains, system: System) -> None:
+    """Remove chains, and the rules of other chains that jump to them; for NFT, remove the whole table.
+
+    Raises CommandError or OSError.
+    """
+    if chains.program == NFT:
+        if chains in _tables(system):
+            system.run(NFT, "delete", "table", *chains.table.split(), timeout=LIMIT)
+        return
+    saved = [*_lines(system.run(f"{chains.program}-save", "--table", chains.table, timeout=LIMIT))]
+    present = {name for words in saved if (name := _chain(words))}
+    names = [name for name in chains.names if name in present]
+    for words in saved:
+        match words:
             # A rule that leads to a chain ends with its name.
-            return chain not in names and target in names
-        case _:
-            return False
-
-
-def _programs(system: System) -> Iterator[str]:
-    for family in FAMILIES:
-        kinds = [f"{family}-{kind}" for kind in KINDS]
-        found = [program for program in kinds if system.find_program(f"{program}-save")]
-        yield from found or ([family] if system.find_program(f"{family}-save") else [])
-
-
-def _tables(system: System) -> Iterator[Chains]:
+            case ["-A", chain, *_, "-j" | "-g", target] if chain not in names and target in names:
+                # The rule's words become arguments: a file for iptables-restore cannot have a line break in a comment.
+                with contextlib.suppress(CommandError):
+                    system.run(chains.program, "--wait", "--table", chains.table, "-D", *words[1:], timeout=LIMIT)
+            case _:
+                pass
+    # One call, because a cluster with many services has thousands of chains. All or nothing is done.
+    emptied, removed = ([f"{flag} {name}" for name in names] for flag in ("-F", "-X"))
     try:
-        listed = system.run(NFT, "list", "tables", timeout=LIMIT)
+        _restore(chains, [*emptied, *removed], system)
     except CommandError:
-        yield Chains(NFT, "", ())
-        return
-    for line in listed.splitlines():
-        if found := TABLE.fullmatch(line.strip()):
-            yield Chains(NFT, found[1], ())
+        # A rule that leads to one of the chains is still there. `reset` compares the network again, and names what is
+        # left.
+        _restore(chains, emptied, system)
+        for each in removed:
+            with contextlib.suppress(CommandError):
+                _restore(chains, [each], system)
 
 
-def _chains(program: str, system: System) -> Iterator[Chains]:
+def _restore(chains: Chains, changes: list[str], system: System) -> None:
+    system.write(CHAINS_REMOVAL, "\n".join([f"*{chains.table}", *changes, "COMMIT", ""]).encode(), 0o600)
     try:
-        saved = system.run(f"{program}-save", timeout=LIMIT)
-    except CommandError:
-        yield Chains(program, "", ())
-        return
-    tables: dict[str, list[str]] = {}
-    names: list[str] = []
-    for words in _lines(saved):
-        if len(words) == 1 and words[0].startswith("*"):
-            names = tables.setdefault(words[0][1:], [])
-        elif name := _chain(words):
-            names.append(name)
-    yield from (Chains(program, table, tuple(sorted(names))) for table, names in sorted(tables.items()) if names)
+        system.run(f"{chains.program}-restore", "--noflush", system.full_path(CHAINS_REMOVAL), timeout=LIMIT)
+    finally:
+        system.remove(CHAINS_REMOVAL)
 
 
 # Compares the host's network with the network as it was found, and decides what a node left. Pure.
@@ -206,6 +192,7 @@ NO_LEFTOVERS = Leftovers((), ())
 
 def leftovers(found: Network, now: Network) -> Leftovers:
     """Return what was added after the network was found, divided into what to remove and what to keep."""
+    # Not by the bridge: an old interface may be a port of another one by now.
     known = {(each.name, each.kind) for each in found.links}
     links = [each for each in now.links if (each.name, each.kind) not in known]
     node_links = [each for each in links if each.kind and NAMES.match(each.name)]
@@ -227,13 +214,9 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     kept += [each for each in other_routes if each not in node_routes]
     kept += [each for each in rules if each not in node_rules]
     # If a program (a variant of iptables, or nft) had Kubernetes' chains when the network was found, or could not list
-    # its chains then, all its chains stay.
-    had_chains = {each.program for each in found.chains}
+    # its chains then, all its chains stay. Without nft, its tables of now may have existed then.
+    unknown = {each.program for each in found.chains} | (set() if found.tables else {NFT})
     chains = [each for each in now.chains if each.table and each not in found.chains]
-    kept += [each for each in chains if each.program in had_chains]
-    node_chains = [each for each in chains if each.program not in had_chains]
-    if not found.tables:
-        # There was no nft, so the tables that exist now may have existed when the record was made.
-        kept += [each for each in node_chains if each.program == NFT]
-        node_chains = [each for each in node_chains if each.program != NFT]
+    kept += [each for each in chains if each.program in unknown]
+    node_chains = [each for each in chains if each.program not in unknown]
     return Leftovers((*node_chains, *node_rules, *node_routes, *node_links), tuple(kept))

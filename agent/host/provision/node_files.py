@@ -4,7 +4,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,7 +27,7 @@ from agent.system.files import System
 from agent.system.network import default_address, has_address
 from agent.system.trust import settings_fault
 
-# Makes the kubelet's files for a node: its units, its configuration and its kubeconfig for the bootstrap. Pure.
+# The kubelet's files: its units, its configuration and its kubeconfig for the bootstrap.
 #
 # The formats are systemd.unit(5), kubelet.config.k8s.io/v1beta1 and a kubeconfig. The last two are written as JSON,
 # which is also YAML.
@@ -45,7 +45,6 @@ CONTAINERD_SOCKET = "unix:///run/containerd/containerd.sock"
 UNITS = "/etc/systemd/system"
 NETWORK_WANTED = f"{UNITS}/multi-user.target.d/50-network.conf"
 """Only machines with a network of their own have this file."""
-JOINED = "unbounded-agent-joined"
 
 
 class NodeInputs(Struct, frozen=True):
@@ -63,25 +62,13 @@ class NodeInputs(Struct, frozen=True):
     """Labels in addition to those in the settings. If a label is in both, the value in the settings counts."""
 
 
-def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tuple[NodeFile, ...]:
-    """Return the kubelet's files. `header` is the comment at the start of each file that can have one."""
-    units = {
-        "kubelet.service": UNIT,
-        "kubelet.service.d/99-unbounded-agent.conf": _command(settings, inputs),
-        "multi-user.target.d/50-kubelet.conf": WANTED,
-        **({NETWORK_WANTED.removeprefix(f"{UNITS}/"): NETWORK} if inputs.own_network else {}),
-        f"{JOINED}.path": JOINED_PATH,
-        f"{JOINED}.service": JOINED_SERVICE + _report(inputs),
-    }
-    return (
-        NodeFile(CA_FILE, inputs.ca),
-        NodeFile(CONFIGURATION, json_for_yaml(kubelet_configuration(settings))),
-        NodeFile(BOOTSTRAP_KUBECONFIG, json_for_yaml(_bootstrap(settings))),
-        *(NodeFile(f"{UNITS}/{name}", (header + text).encode()) for name, text in units.items()),
-    )
+def taints(kubelet: KubeletSettings) -> list[dict[str, str]]:
+    """Return the taints with which the Node is registered, in the form of Kubernetes' API."""
+    texts = [*kubelet.taints, *([kubelet.startup_taint] if kubelet.startup_taint else [])]
+    return [dict(zip(("key", "value", "effect"), split_taint(text), strict=True)) for text in texts]
 
 
-def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
+def _kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
     """Return the KubeletConfiguration. Fields in node.kubelet.configuration override those that the agent sets."""
     kubelet = settings.kubelet
     defaults: dict[str, Any] = {
@@ -108,12 +95,6 @@ def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
     return _merged(defaults, kubelet.configuration)
 
 
-def taints(kubelet: KubeletSettings) -> list[dict[str, str]]:
-    """Return the taints with which the Node is registered, in the form of Kubernetes' API."""
-    texts = [*kubelet.taints, *([kubelet.startup_taint] if kubelet.startup_taint else [])]
-    return [dict(zip(("key", "value", "effect"), split_taint(text), strict=True)) for text in texts]
-
-
 def _merged(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in overlay.items():
@@ -128,14 +109,8 @@ def _bootstrap(settings: NodeSettings) -> dict[str, Any]:
     user: dict[str, Any] = {"tokenFile": TOKEN_FILE}
     if settings.exec_credential:
         command, *arguments = settings.exec_credential
-        user = {
-            "exec": {
-                "apiVersion": "client.authentication.k8s.io/v1",
-                "command": command,
-                "args": arguments,
-                "interactiveMode": "Never",
-            }
-        }
+        api = "client.authentication.k8s.io/v1"
+        user = {"exec": {"apiVersion": api, "command": command, "args": arguments, "interactiveMode": "Never"}}
     return {
         "apiVersion": "v1",
         "kind": "Config",
@@ -162,19 +137,16 @@ RestartSec=2
 """
 """The kubelet's unit, without its command line. The command line is in a drop-in that sorts last, because packages with
 a kubelet bring drop-ins that would replace a command line in the unit."""
-
 WANTED = """\
 [Unit]
 Wants=kubelet.service unbounded-agent-joined.path
 """
 """Enables kubelet.service and the path unit, without the links that `systemctl enable` makes."""
-
 NETWORK = """\
 [Unit]
 # Asks for an address on host0 (80-container-host0.network). Images do not enable it: the host's network needs none.
 Wants=systemd-networkd.service
 """
-
 JOINED_PATH = f"""\
 [Unit]
 Description=Wait until this node has joined its cluster
@@ -230,21 +202,18 @@ def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
     return f"[Service]\nExecStart=\nExecStart={command}\n"
 
 
-def _report(inputs: NodeInputs) -> str:
-    """Return the commands that report the join to the host, once the API server has the Node.
-
-    After this report, the host removes the bootstrap token.
-    """
+def _joined_service(node: str) -> str:
+    """Return the unit that reports the join once the API server has the Node. The host then removes the token."""
     final, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
-    ask = f"kubectl --kubeconfig={KUBECONFIG} --request-timeout=10s get --raw=/api/v1/nodes/{inputs.name} >/dev/null"
+    ask = f"kubectl --kubeconfig={KUBECONFIG} --request-timeout=10s get --raw=/api/v1/nodes/{node} >/dev/null"
     return (
         # An image may have a kubelet but no kubectl. In that case, the kubelet's certificate is proof enough.
-        f"ExecStartPre=/bin/sh -c 'command -v kubectl >/dev/null || exit 0; {ask}'\n"
-        f"ExecStart=/bin/sh -c 'printf %%s {inputs.name} >{new} && mv {new} {final}'\n"
+        f"{JOINED_SERVICE}ExecStartPre=/bin/sh -c 'command -v kubectl >/dev/null || exit 0; {ask}'\n"
+        f"ExecStart=/bin/sh -c 'printf %%s {node} >{new} && mv {new} {final}'\n"
     )
 
 
-# Makes containerd's files for a node: its configuration, and the mirrors of registries. Pure.
+# containerd's files: its configuration, and the mirrors of registries.
 #
 # The configuration has version 2, which containerd 1.7 and 2.x read. The machine half writes its drop-in in the same
 # version (agent.machine.containerd_tables).
@@ -265,42 +234,26 @@ EVERY = "_default"
 
 def containerd_files(settings: ContainerdSettings, header: str) -> tuple[NodeFile, ...]:
     """Return containerd's files, and crictl's file. `header` is the comment at the start of each."""
-    texts = {
-        MAIN: tomlkit.dumps(_configuration(settings)),
-        CRICTL: f"runtime-endpoint: {CONTAINERD_SOCKET}\n",
-        **{
-            f"{CERTS}/{registry}/hosts.toml": tomlkit.dumps(_hosts(registry, mirrors))
-            for registry, mirrors in settings.mirrors.items()
-        },
-    }
-    return tuple(NodeFile(path, (header + text).encode()) for path, text in texts.items())
-
-
-def _configuration(settings: ContainerdSettings) -> dict[str, Any]:
     runc = {"runtime_type": "io.containerd.runc.v2", "options": {"SystemdCgroup": True}}
     cri: dict[str, Any] = {
+        **({"sandbox_image": settings.sandbox_image} if settings.sandbox_image else {}),
         "cni": {"bin_dir": settings.cni_binaries, "conf_dir": CNI_SETTINGS},
         "containerd": {"default_runtime_name": "runc", "runtimes": {"runc": runc}},
         "registry": {"config_path": CERTS},
     }
-    if settings.sandbox_image:
-        cri = {"sandbox_image": settings.sandbox_image, **cri}
-    return {"version": 2, "imports": [IMPORT], "plugins": {"io.containerd.grpc.v1.cri": cri}}
-
-
-def _hosts(registry: str, mirrors: Sequence[str]) -> dict[str, Any]:
-    """Return a registry's hosts.toml: its mirrors, in the order in which containerd tries them, and its own server."""
-    server = {} if registry == EVERY else {"server": SERVERS.get(registry, f"https://{registry}")}
-    return {**server, "host": {url: _mirror(url) for url in mirrors}}
-
-
-def _mirror(url: str) -> dict[str, Any]:
-    mirror: dict[str, Any] = {"capabilities": ["pull", "resolve"]}
-    if urlsplit(url).path.startswith("/v2/"):
-        # The URL names a repository of a proxy (Harbor, Artifactory). Without this key, containerd would append
-        # another /v2.
-        mirror["override_path"] = True
-    return mirror
+    configuration = {"version": 2, "imports": [IMPORT], "plugins": {"io.containerd.grpc.v1.cri": cri}}
+    texts = {MAIN: tomlkit.dumps(configuration), CRICTL: f"runtime-endpoint: {CONTAINERD_SOCKET}\n"}
+    for registry, mirrors in settings.mirrors.items():
+        # containerd tries the mirrors in this order, then the registry's own server.
+        hosts: dict[str, Any] = {} if registry == EVERY else {"server": SERVERS.get(registry, f"https://{registry}")}
+        hosts["host"] = {url: {"capabilities": ["pull", "resolve"]} for url in mirrors}
+        for url in mirrors:
+            if urlsplit(url).path.startswith("/v2/"):
+                # The URL names a repository of a proxy (Harbor, Artifactory). Without this key, containerd would append
+                # another /v2.
+                hosts["host"][url]["override_path"] = True
+        texts[f"{CERTS}/{registry}/hosts.toml"] = tomlkit.dumps(hosts)
+    return tuple(NodeFile(path, (header + text).encode()) for path, text in texts.items())
 
 
 HOSTS = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
@@ -311,14 +264,24 @@ SYSCTLS = "/etc/sysctl.d/90-unbounded-agent.conf"
 def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tuple[NodeFile, ...]:
     """Return the files of the node in a machine, sorted by path."""
     header = f"{MARK.decode()} on the host: `unbounded-agent up --rebuild {machine}` makes this machine again.\n"
-    files = [
-        *kubelet_files(settings, inputs, header),
-        *containerd_files(settings.containerd, header),
-        NodeFile("/etc/hosts", (header + HOSTS).encode()),
-    ]
+    texts = {
+        f"{UNITS}/kubelet.service": UNIT,
+        f"{UNITS}/kubelet.service.d/99-unbounded-agent.conf": _command(settings, inputs),
+        f"{UNITS}/multi-user.target.d/50-kubelet.conf": WANTED,
+        f"{UNITS}/unbounded-agent-joined.path": JOINED_PATH,
+        f"{UNITS}/unbounded-agent-joined.service": _joined_service(inputs.name),
+        "/etc/hosts": HOSTS,
+    }
     if inputs.own_network:
-        # These parameters belong to a network. If the machine uses the host's, the host's own file sets them.
-        files.append(NodeFile(SYSCTLS, (header + sysctl_lines(FORWARDING)).encode()))
+        # The parameters belong to a network. If the machine uses the host's, the host's own file sets them.
+        texts |= {NETWORK_WANTED: NETWORK, SYSCTLS: sysctl_lines(FORWARDING)}
+    files = [
+        NodeFile(CA_FILE, inputs.ca),
+        NodeFile(CONFIGURATION, json_for_yaml(_kubelet_configuration(settings))),
+        NodeFile(BOOTSTRAP_KUBECONFIG, json_for_yaml(_bootstrap(settings))),
+        *containerd_files(settings.containerd, header),
+        *(NodeFile(path, (header + text).encode()) for path, text in texts.items()),
+    ]
     return tuple(sorted(files, key=lambda file: file.path))
 
 
@@ -335,13 +298,11 @@ NOT_IN_ROOT = (
     "binaries.github_mirror",
     "binaries.bundle",
 )
-"""Settings that decide how a root file system is made, but not what is in it. If one of them changes, no rebuild is
-needed."""
+"""Settings that decide how a root file system is made, but not what is in it: a change of one needs no rebuild."""
 OF_REGISTRATION = ("kubelet.gpu_labels", "kubelet.labels", "kubelet.startup_taint", "kubelet.taints")
 """Settings that a kubelet applies only when it registers a new Node (--node-labels in kubelet(1))."""
 HOST_SETTINGS = "host."
-"""The prefix of settings that are applied to the host. If one of them changes, other than SWAP, no rebuild is needed
-either."""
+"""The prefix of settings that are applied to the host. A change of one, other than SWAP, needs no rebuild either."""
 SWAP = "host.swap"
 """The only setting of the host that the root file system also depends on: the kubelet's failSwapOn follows it."""
 
@@ -389,44 +350,42 @@ def make_record(
     binaries: Iterable[NodeBinary],
     files: Iterable[NodeFile],
 ) -> NodeRecord:
-    """Return the record of a root file system. Its `inode`, `made` and `born` are unset.
-
-    They are set when the root file system is complete.
-    """
+    """Return the record of a root file system. Its `inode`, `made` and `born` are set when that is complete."""
     return NodeRecord(
         node=inputs.name,
         image=image,
         inode=0,
         binaries={each.path: each.sha256 for each in binaries},
         files={each.path: sha256(each.content) for each in files},
-        settings=settings_of_root(settings),
+        settings=_settings_of_root(settings),
         made=0.0,
         address="" if settings.kubelet.node_ip else inputs.address,
     )
 
 
-def settings_of_root(settings: NodeSettings) -> dict[str, str]:
-    """Return the settings that the root file system depends on, as JSON by key."""
-    flat = dict(_flat("", to_builtins(settings)))
-    for key in flat.keys() - {SWAP}:
-        if key in NOT_IN_ROOT or key.startswith(HOST_SETTINGS):
-            del flat[key]
-    return flat
-
-
 def changed_settings(record: NodeRecord, settings: NodeSettings) -> tuple[str, ...]:
     """Return the keys of settings whose values differ from those that the node was made with."""
-    wanted, made = settings_of_root(settings), record.settings
+    wanted, made = _settings_of_root(settings), record.settings
     return tuple(sorted(key for key in {*wanted, *made} if wanted.get(key) != made.get(key)))
 
 
-def _flat(prefix: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def _settings_of_root(settings: NodeSettings) -> dict[str, str]:
+    """Return the settings that the root file system depends on, as JSON by key."""
+    found = {key: json.dumps(value, sort_keys=True) for key, value in _flat(to_builtins(settings))}
+    return {
+        key: value
+        for key, value in found.items()
+        if key == SWAP or not (key in NOT_IN_ROOT or key.startswith(HOST_SETTINGS))
+    }
+
+
+def _flat(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in settings.items():
         # A table within a table, such as labels, counts as one value: users choose its keys, which may contain dots.
-        if isinstance(value, dict) and not prefix:
-            yield from _flat(f"{key}.", value)
+        if isinstance(value, dict):
+            yield from ((f"{key}.{inner}", each) for inner, each in value.items())
         else:
-            yield f"{prefix}{key}", json.dumps(value, sort_keys=True)
+            yield key, value
 
 
 # Collects what a node's files contain apart from its settings: the Node's name, its addresses, the CA.
@@ -436,32 +395,23 @@ HOST_NAME = "/proc/sys/kernel/hostname"
 NAME_LIMIT = 63
 """Characters of a Node's name. The API allows more, but the kubelet also writes it into the label
 kubernetes.io/hostname, whose value may have only so many."""
-INPUTS_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
+CERTIFICATE_MARK = b"-----BEGIN CERTIFICATE-----"
 
 
 def node_inputs(
-    machine: str,
-    config: Config,
-    system: System,
-    address: Callable[[], str] = default_address,
+    machine: str, config: Config, system: System, address: Callable[[], str] = default_address
 ) -> NodeInputs:
     """Return the inputs of a machine's node, without the labels for its GPUs. Raises AgentError or OSError."""
     settings = config.machines[machine]
-    node = settings.node
+    node, own, name = settings.node, own_network(settings.nspawn), node_names(config, system)[machine]
     assert node, "the machine is a node"
-    own, name = own_network(settings.nspawn), node_names(config, system)[machine]
     if len(name) > NAME_LIMIT:
         whose = f"machines.{machine}.node.name" if node.name else "the name of the host"
         raise ConfigError(
             f"{whose}, {name}, has {len(name)} characters, and no Node with more than {NAME_LIMIT} can register",
             f"set machines.{machine}.node.name to a shorter one",
         )
-    return NodeInputs(
-        name=name,
-        address=node.kubelet.node_ip or ("" if own else address()),
-        ca=_ca(node, system),
-        own_network=own,
-    )
+    return NodeInputs(name, node.kubelet.node_ip or ("" if own else address()), _ca(node, system), own)
 
 
 def changed_inputs(
@@ -477,9 +427,8 @@ def changed_inputs(
     An input that cannot be observed now is left out.
     """
     settings = config.machines[machine]
-    node = settings.node
+    node, changed = settings.node, []
     assert node, "the machine is a node"
-    changed = []
     with suppress(AgentError, OSError):
         if record.files.get(CA_FILE) not in (None, sha256(_ca(node, system))):
             changed.append("the content of ca_file")
@@ -508,10 +457,8 @@ def node_names(config: Config, system: System) -> dict[str, str]:
             continue
         name = settings.node.name or _host_name(machine, system)
         if other := next((each for each, taken in names.items() if taken == name), ""):
-            raise ConfigError(
-                f"machines {other} and {machine} would both be the node {name}",
-                f"set machines.{machine}.node.name",
-            )
+            both = f"machines {other} and {machine} would both be the node {name}"
+            raise ConfigError(both, f"set machines.{machine}.node.name")
         names[machine] = name
     return names
 
@@ -524,16 +471,15 @@ def _host_name(machine: str, system: System) -> str:
 
 
 def _ca(node: NodeSettings, system: System) -> bytes:
+    path = node.ca_file
     try:
-        content = system.read(node.ca_file)
+        content = system.read(path)
     except OSError as error:
-        raise ConfigError(
-            f"{node.ca_file}: cannot read it: {error.strerror}", "write the cluster's CA there"
-        ) from error
-    if INPUTS_CERTIFICATE not in content:
-        raise ConfigError(f"{node.ca_file}: no certificate in PEM format", "write the cluster's CA certificate there")
+        raise ConfigError(f"{path}: cannot read it: {error.strerror}", "write the cluster's CA there") from error
+    if CERTIFICATE_MARK not in content:
+        raise ConfigError(f"{path}: no certificate in PEM format", "write the cluster's CA certificate there")
     if b"PRIVATE KEY-----" in content:
-        raise ConfigError(f"{node.ca_file}: it has a private key, which no node may get", "remove the key from it")
+        raise ConfigError(f"{path}: it has a private key, which no node may get", "remove the key from it")
     return content
 
 
@@ -557,7 +503,14 @@ def secret_file(where: str, system: System) -> str:
     Raises ConfigError if the file cannot be read, or if others may have read or written it.
     """
     if where.startswith(CREDENTIAL):
-        return _credential(where.removeprefix(CREDENTIAL), system)
+        name, directory = where.removeprefix(CREDENTIAL), os.environ.get(DIRECTORY, "")
+        run = f"run `systemd-run --pipe --wait --property=LoadCredential={name}:FILE unbounded-agent up`"
+        if not directory:
+            raise ConfigError(f"{where}: systemd has passed no credentials to this command", run)
+        if name in (".", "..") or not system.is_file(f"{directory}/{name}"):
+            add = f"add LoadCredential={name}:FILE to the unit that runs this command"
+            raise ConfigError(f"{where}: there is no such credential", add)
+        return f"{directory}/{name}"
     try:
         real = system.real_path(where)
         mode = system.owner(real)[0]
@@ -569,11 +522,9 @@ def secret_file(where: str, system: System) -> str:
     if not stat.S_ISREG(mode):
         raise ConfigError(f"{where}: not a regular file", "write the secret to a file of mode 0600")
     if mode & 0o077:
-        raise ConfigError(
-            f"{where}: refused, because users other than root may have access to this secret "
-            f"(mode {stat.S_IMODE(mode):04o})",
-            f"run `chmod 0600 {real}`, and replace the secret: others may have read it",
-        )
+        shown = f"users other than root may have access to this secret (mode {stat.S_IMODE(mode):04o})"
+        chmod = f"run `chmod 0600 {real}`, and replace the secret: others may have read it"
+        raise ConfigError(f"{where}: refused, because {shown}", chmod)
     return real
 
 
@@ -596,24 +547,6 @@ def read_token(where: str, system: System) -> str:
     """Return a bootstrap token. Raises ConfigError if the secret cannot be read, or is not a bootstrap token."""
     token = read_secret(where, system)
     if not TOKEN.fullmatch(token):
-        raise ConfigError(
-            f"{where}: this is not a bootstrap token (6 characters, a dot, 16 characters)",
-            "make one with `kubeadm token create`, and write it there",
-        )
+        what = "this is not a bootstrap token (6 characters, a dot, 16 characters)"
+        raise ConfigError(f"{where}: {what}", "make one with `kubeadm token create`, and write it there")
     return token
-
-
-def _credential(name: str, system: System) -> str:
-    directory = os.environ.get(DIRECTORY, "")
-    if not directory:
-        raise ConfigError(
-            f"{CREDENTIAL}{name}: systemd has passed no credentials to this command",
-            f"run `systemd-run --pipe --wait --property=LoadCredential={name}:FILE unbounded-agent up`",
-        )
-    path = f"{directory}/{name}"
-    if name in (".", "..") or not system.is_file(path):
-        raise ConfigError(
-            f"{CREDENTIAL}{name}: there is no such credential",
-            f"add LoadCredential={name}:FILE to the unit that runs this command",
-        )
-    return path

@@ -7,8 +7,7 @@ that need what failed are left out: if the bootstrap token cannot be read, for e
 import json
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from agent.config.settings import Config, MachineSettings, NodeSettings
 from agent.host.observe.host import RESOLV_CONF, UPLINK, dns_servers
@@ -99,10 +98,8 @@ def _memory(system: System) -> str:
     fields = dict(line.split(":", 1) for line in system.read_text(MEMORY).splitlines() if ":" in line)
     size = int(fields["MemTotal"].split()[0]) << 10
     if size < MEMORY_MINIMUM:
-        raise AgentError(
-            f"the host has {size // 10**6} MB of memory",
-            "give it 2 GiB: 1 GiB is too little, because the kernel keeps a part of it",
-        )
+        advice = "give it 2 GiB: 1 GiB is too little, because the kernel keeps a part of it"
+        raise AgentError(f"the host has {size // 10**6} MB of memory", advice)
     return f"{size // 10**6} MB of memory"
 
 
@@ -131,47 +128,41 @@ def check_server(settings: NodeSettings, system: System, ask: Asking = ask, *, w
 
     Without `with_token`, the token is not checked.
     """
-    results: list[Check] = []
-    token = ""
-    if settings.bootstrap_token and with_token:
+    tokens: list[str] = []
 
-        def read() -> str:
-            nonlocal token
-            token = read_token(settings.bootstrap_token, system)
-            return "the bootstrap token can be read"
+    def read() -> str:
+        tokens.append(read_token(settings.bootstrap_token, system))
+        return "the bootstrap token can be read"
 
-        results.append(checked("token", read))
-        if not token:
-            return results
-    return [*results, *_server(settings, system, token, ask)]
+    if not (settings.bootstrap_token and with_token):
+        return [*_server(settings, system, "", ask)]
+    check = checked("token", read)
+    return [check, *(each for token in tokens for each in _server(settings, system, token, ask))]
 
 
-def _server(settings: NodeSettings, system: System, token: str, ask: Asking) -> Iterable[Check]:
-    server = settings.server
-    ca = read_seen(system.read, settings.ca_file)
+def _server(settings: NodeSettings, system: System, token: str, ask: Asking) -> Iterator[Check]:
+    server, file, where = settings.server, settings.ca_file, settings.bootstrap_token
+    ca = read_seen(system.read, file)
     if not isinstance(ca, bytes):
-        return [Check("ca_file", ca.why, "put the cluster's CA there")]
+        yield Check("ca_file", ca.why, "put the cluster's CA there")
+        return
     try:
         answer = ask(f"{server}/api", ca=ca, token=token)
     except ssl.SSLCertVerificationError as error:
-        advice = f"put the cluster's CA into {settings.ca_file}, and check the host's clock: it is {time.ctime()}"
-        return [Check("server", f"{server}: its certificate is not accepted: {_why(error)}", advice)]
+        # If the error does not come from OpenSSL, it has no `verify_message`.
+        what = f"{server}: its certificate is not accepted: {getattr(error, 'verify_message', '') or error}"
+        yield Check(
+            "server", what, f"put the cluster's CA into {file}, and check the host's clock: it is {time.ctime()}"
+        )
+        return
     except ValueError as error:
-        return [Check("ca_file", f"{settings.ca_file}: {error}", "put the cluster's CA there")]
+        yield Check("ca_file", f"{file}: {error}", "put the cluster's CA there")
+        return
     except OSError as error:
         advice = "check the address, routes and firewalls between this host and the API server"
-        return [Check("server", f"{server} does not answer: {error.strerror or error}", advice, late=True)]
-    answers = Check("server", f"{server} answers with a certificate that a CA in {settings.ca_file} has signed")
-    return [answers, *_answer_checks(answer, token, settings.bootstrap_token)]
-
-
-def _why(error: ssl.SSLCertVerificationError) -> str:
-    # If the error does not come from OpenSSL, it has no `verify_message`.
-    return getattr(error, "verify_message", "") or str(error)
-
-
-def _answer_checks(answer: Answer, token: str, where: str) -> Iterable[Check]:
-    """Yield the checks of the bootstrap token and the clocks, according to the API server's answer."""
+        yield Check("server", f"{server} does not answer: {error.strerror or error}", advice, late=True)
+        return
+    yield Check("server", f"{server} answers with a certificate that a CA in {file} has signed")
     if token and answer.status == 401:
         advice = f"make a new one with `kubeadm token create`, write it to {where}, then run `unbounded-agent up` again"
         what = f"the API server does not accept the bootstrap token in {where}: it is wrong, revoked or expired"
@@ -189,7 +180,7 @@ def _answer_checks(answer: Answer, token: str, where: str) -> Iterable[Check]:
 
 
 def check_binaries(binaries: Sequence[NodeBinary], system: System) -> str:
-    """Check that the mirrors or the bundle have the programs, and return a sentence. Raises AgentError or OSError.
+    """Check that the mirrors or the bundle have the programs. Raises AgentError or OSError.
 
     `fetch` verifies the programs' digests later.
     """
@@ -198,18 +189,15 @@ def check_binaries(binaries: Sequence[NodeBinary], system: System) -> str:
     return f"can be fetched: {', '.join(binary.source.rpartition('/')[2] for binary in binaries)}"
 
 
-# Checks whether pods will reach the DNS servers that they get from their node.
-
-
 def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: System) -> list[Check]:
-    """Return a list with the check. The list is empty if a setting of the kubelet or of nspawn chooses the resolv.conf.
+    """Return a list with the check whether pods will reach the DNS servers that they get from their node.
 
-    The check is not required, because a node joins even without DNS.
+    The list is empty if a setting of the kubelet or of nspawn chooses the resolv.conf. The check is not required,
+    because a node joins even without DNS.
     """
     node = settings.node
     assert node, "the machine is a node"
-    chosen = "resolvConf" in node.kubelet.configuration or "ResolvConf" in settings.nspawn.extra.get("Exec", {})
-    if chosen:
+    if "resolvConf" in node.kubelet.configuration or "ResolvConf" in settings.nspawn.extra.get("Exec", {}):
         return []
     path = UPLINK if facts.stub_resolver else RESOLV_CONF
     servers, remote = dns_servers(path, system)
@@ -217,24 +205,17 @@ def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: Sys
         return [Check("dns", f"pods can ask {', '.join(remote)} ({path})", machine=machine)]
     what = f"names only {', '.join(servers)}, which pods cannot reach" if servers else "names no DNS server"
     # systemd-resolved writes UPLINK, and replaces what others write there.
-    there = (
-        "with DNS= in /etc/systemd/resolved.conf, and run `systemctl restart systemd-resolved`"
-        if facts.stub_resolver
-        else "there"
-    )
+    resolved = "with DNS= in /etc/systemd/resolved.conf, and run `systemctl restart systemd-resolved`"
     advice = (
-        f"name a server that pods can reach {there}; or write `nameserver ADDRESS` into a file of the image, and set "
-        "node.kubelet.configuration.resolvConf to the path of that file"
+        f"name a server that pods can reach {resolved if facts.stub_resolver else 'there'}; or write `nameserver "
+        "ADDRESS` into a file of the image, and set node.kubelet.configuration.resolvConf to the path of that file"
     )
     what = f"{path} {what}: cluster DNS would not resolve names outside the cluster"
     return [Check("dns", what, advice, machine, required=False)]
 
 
-# Checks whether a node would conflict with a former node: one that `up` made and that is no longer configured.
-
-
 def check_former_nodes(machine: str, config: Config, system: System) -> Iterator[Check]:
-    """Yield a failed check for each former node with which the machine's node would conflict.
+    """Yield a failed check for each node that `up` made, that is no longer configured, and that would conflict.
 
     The two conflict if both kubelets would be the same Node, or would need the same ports. A former node may still run:
     if somebody renames a machine's table in the configuration, for example, the agent lets the machine with the former
@@ -247,8 +228,7 @@ def check_former_nodes(machine: str, config: Config, system: System) -> Iterator
         return
     shared = not own_network(config.machines[machine].nspawn)
     for other in made_nodes(system):
-        settings = config.machines.get(other)
-        facts = observe_node(other, system)
+        settings, facts = config.machines.get(other), observe_node(other, system)
         if (settings and settings.node) or isinstance(facts.root, Absent) or not isinstance(facts.record, NodeRecord):
             continue
         if facts.record.node == name:
@@ -262,16 +242,14 @@ def check_former_nodes(machine: str, config: Config, system: System) -> Iterator
         yield Check("former nodes", message, advice, machine)
 
 
-# Checks whether a node with a network of its own will get an address in it.
-
-
 NETWORKD = "systemd-networkd.service"
 
 
 def check_network(machine: str, settings: MachineSettings, system: System) -> list[Check]:
-    """Return a list with the check. The list is empty if the machine is on the host's network, or on a configured one.
+    """Return a list with the check whether a node with a network of its own will get an address in it.
 
-    The check is not required, because another program may do what systemd-networkd does.
+    The list is empty if the machine is on the host's network, or on a configured one. The check is not required,
+    because another program may do what systemd-networkd does.
     """
     chosen = settings.nspawn.extra.get("Network", {})
     if not own_network(settings.nspawn) or any(chosen.get(key) for key in OWN_NETWORK):
@@ -331,15 +309,9 @@ PROTECTED: Mapping[str, str] = {
 
 def refusals(config: Config) -> tuple[Check, ...]:
     """Return what is wrong with the nodes of a valid configuration."""
-    nodes = {name: machine for name, machine in config.machines.items() if machine.node}
-    checks: tuple[Callable[[str, MachineSettings], Iterator[Check]], ...] = (_labels, _taints, _fields, _devices)
-    of_each = [problem for name, machine in nodes.items() for check in checks for problem in check(name, machine)]
-    return (*of_each, *_names(nodes), *_networks(nodes), *_sysctls(nodes))
-
-
-def label_command(node: str, key: str, value: str) -> str:
-    """Return the command that gives a Node a label."""
-    return f"kubectl label node {node} --overwrite {key}={value}"
+    nodes = {name: (machine, machine.node) for name, machine in config.machines.items() if machine.node}
+    of_each = (each for name, (machine, node) in nodes.items() for each in _refused(name, machine, node))
+    return (*of_each, *_conflicts(nodes))
 
 
 def may_set(label: str) -> bool:
@@ -352,44 +324,29 @@ def _within(namespace: str, domains: tuple[str, ...]) -> bool:
     return namespace in domains or namespace.endswith(tuple(f".{domain}" for domain in domains))
 
 
-def _labels(machine: str, settings: MachineSettings) -> Iterator[Check]:
-    assert settings.node
-    node = settings.node.name or "NODE"
-    for key, value in sorted(settings.node.kubelet.labels.items()):
+def _refused(machine: str, settings: MachineSettings, node: NodeSettings) -> Iterator[Check]:
+    """Yield what is wrong with one node."""
+    kubelet, where = node.kubelet, f"machines.{machine}.node.kubelet"
+    for key, value in sorted(kubelet.labels.items()):
         if not may_set(key):
-            command = label_command(node, key, value)
-            yield Check(
-                "labels",
-                f"machines.{machine}.node.kubelet.labels: no kubelet may give its own Node the label {key}",
-                f"remove it there; when the node has joined, run `{command}` with the rights of an administrator",
-            )
-
-
-def _taints(machine: str, settings: MachineSettings) -> Iterator[Check]:
-    assert settings.node
-    seen: set[tuple[str, str]] = set()
-    for each in taints(settings.node.kubelet):
-        key, effect = each["key"], each["effect"]
-        if (key, effect) in seen:
-            yield Check(
-                "taints",
-                f"machines.{machine}.node.kubelet: two taints have the key {key} and the effect {effect}",
-                "remove one of them: the API server refuses such a Node",
-            )
-        seen.add((key, effect))
-
-
-def _fields(machine: str, settings: MachineSettings) -> Iterator[Check]:
-    assert settings.node
-    overlay = settings.node.kubelet.configuration
-    where = f"machines.{machine}.node.kubelet.configuration"
+            command = f"kubectl label node {node.name or 'NODE'} --overwrite {key}={value}"
+            advice = f"remove it there; when the node has joined, run `{command}` with the rights of an administrator"
+            yield Check("labels", f"{where}.labels: no kubelet may give its own Node the label {key}", advice)
+    pairs = [(each["key"], each["effect"]) for each in taints(kubelet)]
+    for key, effect in dict.fromkeys(each for each in pairs if pairs.count(each) > 1):
+        what = f"{where}: two taints have the key {key} and the effect {effect}"
+        yield Check("taints", what, "remove one of them: the API server refuses such a Node")
     for field, advice in PROTECTED.items():
-        if _has(overlay, field.split(".")):
-            yield Check("kubelet", f"{where}: {field} must not be set", advice)
+        if _has(kubelet.configuration, field.split(".")):
+            yield Check("kubelet", f"{where}.configuration: {field} must not be set", advice)
     try:
-        json.dumps(overlay, allow_nan=False)
+        json.dumps(kubelet.configuration, allow_nan=False)
     except (TypeError, ValueError) as error:
-        yield Check("kubelet", f"{where}: JSON has no such value: {error}", "write it as a string or a number")
+        what = f"{where}.configuration: JSON has no such value: {error}"
+        yield Check("kubelet", what, "write it as a string or a number")
+    if not settings.nspawn.kmsg:
+        what = f"machines.{machine}.nspawn.kmsg: no kubelet starts without /dev/kmsg"
+        yield Check("nspawn", what, "remove kmsg = false")
 
 
 def _has(table: object, path: list[str]) -> bool:
@@ -403,45 +360,29 @@ def _has(table: object, path: list[str]) -> bool:
     return path[0] in table and _has(table[path[0]], path[1:])
 
 
-def _devices(machine: str, settings: MachineSettings) -> Iterator[Check]:
-    if not settings.nspawn.kmsg:
-        yield Check(
-            "nspawn", f"machines.{machine}.nspawn.kmsg: no kubelet starts without /dev/kmsg", "remove kmsg = false"
-        )
-
-
-def _names(nodes: Mapping[str, MachineSettings]) -> Iterator[Check]:
+def _conflicts(nodes: Mapping[str, tuple[MachineSettings, NodeSettings]]) -> Iterator[Check]:
+    """Yield what the nodes of one host cannot have together: names, the host's network, kernel parameters."""
     taken: dict[str, str] = {}
-    for machine, settings in nodes.items():
-        name = settings.node.name if settings.node else ""
-        if name in taken:
-            what = f"be the node {name}" if name else "have the host's name as the name of their nodes"
-            yield Check(
-                "name", f"machines {taken[name]} and {machine} would both {what}", f"set machines.{machine}.node.name"
-            )
-        taken.setdefault(name, machine)
-
-
-def _networks(nodes: Mapping[str, MachineSettings]) -> Iterator[Check]:
-    shared = [machine for machine, settings in nodes.items() if not own_network(settings.nspawn)]
+    sysctls: dict[str, tuple[str, str]] = {}
+    for machine, (_, node) in nodes.items():
+        if other := taken.get(node.name):
+            what = f"be the node {node.name}" if node.name else "have the host's name as the name of their nodes"
+            both = f"machines {other} and {machine} would both {what}"
+            yield Check("name", both, f"set machines.{machine}.node.name")
+        taken.setdefault(node.name, machine)
+    shared = [name for name, (settings, _) in nodes.items() if not own_network(settings.nspawn)]
     if len(shared) > 1:
-        yield Check(
-            "network",
+        what = (
             f"machines {', '.join(shared)} are nodes on the host's network: their kubelets would need the same ports "
-            "(10250, 10248), and their pods the same interfaces and rules",
-            "give all but one a network of its own: "
-            + ", ".join(f"machines.{machine}.nspawn.virtual_ethernet = true" for machine in shared[1:]),
+            "(10250, 10248), and their pods the same interfaces and rules"
         )
-
-
-def _sysctls(nodes: Mapping[str, MachineSettings]) -> Iterator[Check]:
-    chosen: dict[str, tuple[str, str]] = {}
-    for machine, settings in nodes.items():
-        wanted: Mapping[str, Any] = settings.node.host.sysctls if settings.node else {}
-        for name, value in ((sysctl_name(each), value) for each, value in wanted.items()):
+        keys = ", ".join(f"machines.{machine}.nspawn.virtual_ethernet = true" for machine in shared[1:])
+        yield Check("network", what, f"give all but one a network of its own: {keys}")
+    for machine, (_, node) in nodes.items():
+        for name, value in ((sysctl_name(each), value) for each, value in node.host.sysctls.items()):
             where = f"machines.{machine}.node.host.sysctls: {name}"
             if (needed := KUBELET_SYSCTLS.get(name, value)) != value:
                 yield Check("sysctls", f"{where} is {value}, but no kubelet starts unless it is {needed}", "remove it")
-            other, earlier = chosen.setdefault(name, (machine, value))
+            other, earlier = sysctls.setdefault(name, (machine, value))
             if earlier != value:
                 yield Check("sysctls", f"{where} is {value}, but {earlier} for {other}", "set the same value for both")

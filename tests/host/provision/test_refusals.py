@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agent.host.provision.preflight import label_command, may_set, refusals
+from agent.host.provision.preflight import may_set, refusals
 from tests.fakes.node_settings import config
 
 OWN = {"virtual_ethernet": True}
@@ -50,10 +50,6 @@ def test_a_forbidden_label_comes_with_the_command() -> None:
     (message,) = messages(a={"name": "gpu-1", "kubelet": {"labels": {"node-role.kubernetes.io/gpu": ""}}})
     assert "machines.a.node.kubelet.labels: no kubelet may give its own Node the label node-role" in message
     assert "`kubectl label node gpu-1 --overwrite node-role.kubernetes.io/gpu=`" in message
-
-
-def test_the_command_for_a_label() -> None:
-    assert label_command("n", "a/b", "c") == "kubectl label node n --overwrite a/b=c"
 
 
 def test_a_taint_may_not_be_there_twice() -> None:
