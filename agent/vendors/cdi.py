@@ -137,20 +137,13 @@ def lowest_version(spec: Mapping[str, Any]) -> str:
     if dots or spec.get("annotations") or any(device.get("annotations") for device in devices):
         return "0.6.0"
     digits = any(device["name"][:1] in set("0123456789") for device in devices)
-    if digits or any(node.get("hostPath") for each in edits for node in _objects(each, "deviceNodes")):
+    if digits or any(_member(node, "hostPath") for each in edits for node in _list(each, "deviceNodes")):
         return "0.5.0"
-    return "0.4.0" if any(mount.get("type") for each in edits for mount in _objects(each, "mounts")) else OLDEST
-
-
-def _objects(edits: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    value = edits.get(key)
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return "0.4.0" if any(_member(mount, "type") for each in edits for mount in _list(each, "mounts")) else OLDEST
 
 
 EMPTY: tuple[object, ...] = (None, "", [], {})
 """Values that the Go types of the Container Device Interface omit (`omitempty`)."""
-LISTS = ("deviceNodes", "hooks", "mounts", "netDevices")
-"""Lists of objects in containerEdits."""
 
 
 def normalised(spec: object) -> object:
@@ -163,44 +156,39 @@ def normalised(spec: object) -> object:
         return spec
     if not all(isinstance(device, dict) and isinstance(device.get("name"), str) for device in listed):
         return spec
-    document = {key: value for key, value in spec.items() if value not in EMPTY}
+    document = _dense({key: value for key, value in spec.items() if key != "containerEdits"})
     document["devices"] = [
         device | {"containerEdits": _edits(device["containerEdits"])} if "containerEdits" in device else device
         for device in listed
     ]
-    common = _edits(spec.get("containerEdits", {}))
-    document.pop("containerEdits", None)
-    if common not in EMPTY:
-        document["containerEdits"] = common
+    document |= _dense({"containerEdits": _edits(spec.get("containerEdits", {}))})
     return document | {"cdiVersion": lowest_version(document)}
 
 
 def without_groups(spec: object) -> object:
     """Remove additionalGids from a specification, and return the rest, normalised. The version may become lower."""
+
+    def groupless(holder: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
+        if not isinstance(edits := _member(holder, "containerEdits"), dict):
+            return holder
+        return holder | {"containerEdits": {key: value for key, value in edits.items() if key != "additionalGids"}}
+
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec
-    return normalised(_groupless(spec) | {"devices": [_groupless(device) for device in listed]})
-
-
-def _groupless(holder: object) -> Any:  # noqa: ANN401 - whatever JSON holds
-    if not isinstance(holder, dict) or not isinstance(edits := holder.get("containerEdits"), dict):
-        return holder
-    return holder | {"containerEdits": {key: value for key, value in edits.items() if key != "additionalGids"}}
+    return normalised(groupless(spec) | {"devices": [groupless(device) for device in listed]})
 
 
 def _edits(edits: object) -> object:
     if not isinstance(edits, dict):
         return edits
-    kept = {key: [_entry(each) for each in value] if _is_list(key, value) else value for key, value in edits.items()}
-    return {key: value for key, value in kept.items() if value not in EMPTY}
+    return _dense(
+        {key: [_dense(each) for each in value] if isinstance(value, list) else value for key, value in edits.items()}
+    )
 
 
-def _entry(entry: object) -> object:
-    return {key: value for key, value in entry.items() if value not in EMPTY} if isinstance(entry, dict) else entry
-
-
-def _is_list(key: str, value: object) -> bool:
-    return key in LISTS and isinstance(value, list)
+def _dense(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
+    """Return an object without its empty members, and any other value as it is."""
+    return {key: each for key, each in value.items() if each not in EMPTY} if isinstance(value, dict) else value
 
 
 LONGEST_KIND = 256

@@ -243,10 +243,7 @@ KIND = ConditionType.DEVICES_PRESENT
 
 
 def unusable(facts: VendorFacts, grant: Grant) -> Condition | None:
-    """Return DevicesPresent as Unknown or False if nothing is known of the nodes, or the settings ask for too much.
-
-    Return None if there is no such fault.
-    """
+    """Return the fault in DevicesPresent if nothing is known of the nodes, or the settings ask for too much."""
     if isinstance(facts.devices, Unseen):
         return unknown(KIND, Reason.OBSERVATION_FAILED, facts.devices.why)
     if isinstance(facts.devices, Absent | Broken):
@@ -296,28 +293,21 @@ PROC_DEVICES = "/proc/devices"
 
 def parse_majors(text: str) -> dict[str, int]:
     """Return the majors of the character devices in /proc/devices, by name. If a name has several, the first counts."""
-    majors: dict[str, int] = {}
-    for major, name in _registered(text):
-        majors.setdefault(name, major)
-    return majors
+    return {name: major for major, name in reversed(_registered(text))}
 
 
-def names_by_major(text: str) -> dict[int, frozenset[str]]:
+def names_by_major(text: str) -> dict[int, set[str]]:
     """Return the names of the character devices by major. A major can have several names, and a name several majors."""
     names: dict[int, set[str]] = {}
     for major, name in _registered(text):
         names.setdefault(major, set()).add(name)
-    return {major: frozenset(group) for major, group in names.items()}
+    return names
 
 
-def _registered(text: str) -> Iterator[tuple[int, str]]:
-    _, _, section = text.partition("Character devices:\n")
-    section, _, _ = section.partition("\nBlock devices:")
-    for line in section.splitlines():
-        digits, _, name = line.strip().partition(" ")
-        number = whole_number(digits)
-        if number is not None and name:
-            yield number, name
+def _registered(text: str) -> list[tuple[int, str]]:
+    section = text.partition("Character devices:\n")[2].partition("\nBlock devices:")[0]
+    lines = (line.strip().partition(" ") for line in section.splitlines())
+    return [(number, name) for digits, _, name in lines if name and (number := whole_number(digits)) is not None]
 
 
 def parse_misc(text: str) -> dict[str, int]:

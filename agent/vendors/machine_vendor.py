@@ -7,18 +7,15 @@ A vendor's `machine.py` imports no third-party package. A method that needs such
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Set
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from agent.model.conditions import ConditionType
+from agent.model.contract import AllocatableDevice
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.handoff import FabricAnswer, GrantedDevice, Request
 from agent.model.paths import spec_file
 from agent.system.files import System
 from agent.vendors.cdi import host_paths
-
-if TYPE_CHECKING:
-    # For type checking only: the module is needed only in the few machines that allocate GPUs by claims.
-    from agent.model.contract import AllocatableDevice
 
 EDIT_LIMIT = 1 << 17
 """Characters of the longest TOML text that the agent edits. tomlkit needs 0.6 s for a text of this length, and 21 s for
@@ -162,10 +159,7 @@ class MachineVendor(ABC):
 
     @abstractmethod
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
-        """Generate a specification, and return it. Raises AgentError or OSError.
-
-        `directory` is empty, and is for the files that the generator writes. `live` is as in `verify`.
-        """
+        """Generate a specification, in an empty directory. Raises AgentError or OSError. `live` is as in `verify`."""
 
     def generate_mode(
         self,
@@ -186,10 +180,7 @@ class MachineVendor(ABC):
         raise NotImplementedError
 
     def query_fabric(self, system: System, request: Request) -> tuple[FabricAnswer, ...]:
-        """Ask the GPUs whether they are registered with the NVLink fabric, which opens them.
-
-        Return the answers of those that answer; nothing if the vendor's GPUs have no fabric.
-        """
+        """Ask the GPUs whether they are registered with the NVLink fabric, which opens them. Some may not answer."""
         return ()
 
     def fabric_settled(self, request: Request, answers: tuple[FabricAnswer, ...]) -> bool:
@@ -246,7 +237,7 @@ class MachineVendor(ABC):
         """
 
     @abstractmethod
-    def allocatable(self, spec: object, request: Request, names: Set[str]) -> "tuple[AllocatableDevice, ...]":
+    def allocatable(self, spec: object, request: Request, names: Set[str]) -> tuple[AllocatableDevice, ...]:
         """Return the devices that a claim can have. Pure.
 
         `spec` is a verified specification. Only devices of `spec` whose names are in `names` are returned. If several
@@ -255,8 +246,8 @@ class MachineVendor(ABC):
         """
 
     def edit_runtime_config(self, text: str) -> str:
-        """Return the content that the file `runtime_config` must have, given its current `text`. Pure.
+        """Return what the file `runtime_config` must have in place of `text`: itself if it is right. Pure.
 
-        Return `text` itself if nothing has to change. Raises AgentError.
+        Raises AgentError.
         """
         return text

@@ -2,7 +2,7 @@
 
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Set
 from fnmatch import fnmatchcase
 
 from msgspec import Struct
@@ -27,6 +27,8 @@ GPU_DRIVERS = ("nvidia*", "drm", "kfd")
 class Rule(Struct, frozen=True):
     """Describes the nodes of one driver. Exactly one of `minor`, `misc` and `registered` is set."""
 
+    kind: DeviceKind
+    """Also the name of the device class in the setting `devices`."""
     pattern: str
     """Pattern (re) of the nodes' names in `directory`."""
     minor: int | None = None
@@ -38,48 +40,27 @@ class Rule(Struct, frozen=True):
     directory: str = "/dev"
 
 
-class DeviceClass(Struct, frozen=True):
-    """The devices that one name in the setting `devices` stands for."""
-
-    kind: DeviceKind
-    rules: tuple[Rule, ...]
-    advice: str
-    """How to make the nodes appear."""
-
-
-DEVICE_CLASSES = (
-    DeviceClass(DeviceKind.KVM, (Rule("kvm", 232),), "load the module kvm_intel or kvm_amd"),
-    DeviceClass(DeviceKind.TUN, (Rule("tun", 200, directory="/dev/net"),), "load the module tun"),
-    DeviceClass(
-        DeviceKind.VHOST,
-        (Rule("vhost-net", 238), Rule("vhost-vsock", 241)),
-        "load the modules vhost_net and vhost_vsock",
-    ),
-    DeviceClass(
-        DeviceKind.INFINIBAND,
-        (
-            Rule("uverbs[0-9]+", registered="infiniband_verbs", directory="/dev/infiniband"),
-            Rule("rdma_cm", misc="rdma_cm", directory="/dev/infiniband"),
-        ),
-        "load the modules ib_uverbs and rdma_ucm, and the adapter's",
-    ),
-    DeviceClass(
-        DeviceKind.GDRCOPY,
-        (Rule("gdrdrv", registered="gdrdrv"),),
-        "load the module gdrdrv and create its node, as GDRCopy's package does",
-    ),
-    DeviceClass(
-        DeviceKind.NVIDIA_FS,
-        (Rule("nvidia-fs[0-9]+", registered="nvidia-fs"),),
-        "load the module nvidia_fs",
-    ),
-    DeviceClass(
-        DeviceKind.ACCEL,
-        (Rule("accel[0-9]+", registered="accel", directory="/dev/accel"),),
-        "load the accelerator's module, such as intel_vpu or amdxdna",
-    ),
+RULES = (
+    Rule(DeviceKind.KVM, "kvm", 232),
+    Rule(DeviceKind.TUN, "tun", 200, directory="/dev/net"),
+    Rule(DeviceKind.VHOST, "vhost-net", 238),
+    Rule(DeviceKind.VHOST, "vhost-vsock", 241),
+    Rule(DeviceKind.INFINIBAND, "uverbs[0-9]+", registered="infiniband_verbs", directory="/dev/infiniband"),
+    Rule(DeviceKind.INFINIBAND, "rdma_cm", misc="rdma_cm", directory="/dev/infiniband"),
+    Rule(DeviceKind.GDRCOPY, "gdrdrv", registered="gdrdrv"),
+    Rule(DeviceKind.NVIDIA_FS, "nvidia-fs[0-9]+", registered="nvidia-fs"),
+    Rule(DeviceKind.ACCEL, "accel[0-9]+", registered="accel", directory="/dev/accel"),
 )
-RULES = tuple(rule for each in DEVICE_CLASSES for rule in each.rules)
+ADVICE = {
+    DeviceKind.KVM: "load the module kvm_intel or kvm_amd",
+    DeviceKind.TUN: "load the module tun",
+    DeviceKind.VHOST: "load the modules vhost_net and vhost_vsock",
+    DeviceKind.INFINIBAND: "load the modules ib_uverbs and rdma_ucm, and the adapter's",
+    DeviceKind.GDRCOPY: "load the module gdrdrv and create its node, as GDRCopy's package does",
+    DeviceKind.NVIDIA_FS: "load the module nvidia_fs",
+    DeviceKind.ACCEL: "load the accelerator's module, such as intel_vpu or amdxdna",
+}
+"""How to make the nodes of a class appear."""
 NODE_DIRECTORIES = tuple(dict.fromkeys(rule.directory for rule in RULES if rule.directory != "/dev"))
 NODE_NAMES = (
     *(rule.pattern.replace("[0-9]+", "*") for rule in RULES if rule.directory == "/dev"),
@@ -88,89 +69,72 @@ NODE_NAMES = (
 """Patterns (fnmatch) of names directly in /dev: of the nodes, and of the directories of nodes."""
 
 
-def device_class(name: str) -> DeviceClass:
-    """Return the device class of this name. Raises KeyError."""
-    return {str(each.kind): each for each in DEVICE_CLASSES}[name]
-
-
-class NodeChecker:
-    """Checks nodes one by one and collects problems. Raises OSError if a node cannot be observed."""
-
-    def __init__(self, system: System) -> None:
-        self.problems: dict[str, str] = {}
-        """Why each node must not be used, by path."""
-        self._system = system
-        self._registered = names_by_major(system.read_text(PROC_DEVICES))
-        self._misc = parse_misc(system.read_text(PROC_MISC)) if system.exists(PROC_MISC) else {}
-
-    def class_nodes(self, wanted: DeviceClass) -> Iterator[DeviceNode]:
-        """Yield the usable nodes of a class. Those that must not be used are added to `problems`."""
-        for rule in wanted.rules:
-            for name in entries_if_present(self._system, rule.directory):
-                path = f"{rule.directory}/{name}"
-                number = self._number(path) if re.fullmatch(rule.pattern, name) else None
-                if number and self._fits(path, number, rule):
-                    yield DeviceNode(path, wanted.kind, number)
-
-    def named_node(self, path: str) -> DeviceNode | None:
-        """Return the node at a path from the settings; None if it is missing or must not be used.
-
-        If the node must not be used, the reason is added to `problems`.
-        """
-        number = self._number(path)
-        if number is None:
-            return None
-        for driver in sorted(self._registered.get(number.major, ())):
-            if any(fnmatchcase(driver, pattern) for pattern in GPU_DRIVERS):
-                why = f"belongs to driver {driver}; use `gpus` or `devices` for this driver's devices"
-                self.problems[path] = f"{path}: {why}"
-                return None
-        return DeviceNode(path, DeviceKind.EXTRA, number)
-
-    def _number(self, path: str) -> DeviceNumber | None:
-        try:
-            number = self._system.device(path)
-        except OSError as error:
-            fact = classify_error(path, error)
-            if isinstance(fact, Unseen):
-                raise
-            if isinstance(fact, Broken):
-                self.problems[path] = fact.why
-            return None
-        if number is None:
-            self.problems[path] = f"{path}: not a character device"
-        return number
-
-    def _fits(self, path: str, number: DeviceNumber, rule: Rule) -> bool:
-        problem = f"{path}: is {number.major}:{number.minor}"
-        if rule.registered:
-            if rule.registered in self._registered.get(number.major, ()):
-                return True
-            self.problems[path] = f"{problem}, but {PROC_DEVICES} has no {rule.registered} with that major"
-            return False
-        minor = self._misc.get(rule.misc) if rule.misc else rule.minor
-        if minor is None:
-            self.problems[path] = f"{path}: its driver is not loaded ({rule.misc} is not in {PROC_MISC})"
-        elif (number.major, number.minor) != (MISC_MAJOR, minor):
-            self.problems[path] = f"{problem}, not {MISC_MAJOR}:{minor}"
-        else:
-            return True
-        return False
-
-
 def observe_others(sources: Sources) -> VendorFacts:
     """Return the facts about the devices that machines request. If no machine requests any, nothing is read."""
-    classes = sorted({name for each in sources.machines.values() for name in each.devices})
-    paths = sorted({device.path for each in sources.machines.values() for device in each.extra_devices})
-    if not classes and not paths:
+    system = sources.system
+    kinds = {name for each in sources.machines.values() for name in each.devices}
+    paths = {device.path for each in sources.machines.values() for device in each.extra_devices}
+    if not kinds and not paths:
         return VendorFacts(OTHER_DEVICES)
+    nodes: dict[str, DeviceNode] = {}
+    problems: dict[str, str] = {}
     try:
-        checker = NodeChecker(sources.system)
-        nodes = {node.path: node for name in classes for node in checker.class_nodes(device_class(name))}
-        named = [node for path in paths if path not in nodes and (node := checker.named_node(path))]
+        registered = names_by_major(system.read_text(PROC_DEVICES))
+        misc = parse_misc(system.read_text(PROC_MISC)) if system.exists(PROC_MISC) else {}
+        candidates: list[tuple[str, Rule | None]] = [
+            (f"{rule.directory}/{name}", rule)
+            for rule in RULES
+            if rule.kind in kinds
+            for name in entries_if_present(system, rule.directory)
+            if re.fullmatch(rule.pattern, name)
+        ]
+        for path, rule in (*candidates, *((path, None) for path in sorted(paths))):
+            number = _number(system, path, problems) if path not in nodes else None
+            if number is None:
+                continue
+            if why := _mismatch(number, rule, registered.get(number.major, set()), misc):
+                problems[path] = f"{path}: {why}"
+            else:
+                nodes[path] = DeviceNode(path, rule.kind if rule else DeviceKind.EXTRA, number)
     except OSError as error:
         return VendorFacts(OTHER_DEVICES, devices=Unseen(classify_error(error.filename or PROC_DEVICES, error).why))
-    return VendorFacts(OTHER_DEVICES, devices=tuple(sorted((*nodes.values(), *named))), node_problems=checker.problems)
+    return VendorFacts(OTHER_DEVICES, devices=tuple(sorted(nodes.values())), node_problems=problems)
+
+
+def _number(system: System, path: str, problems: dict[str, str]) -> DeviceNumber | None:
+    """Return the number of a node; None if it is missing, or must not be used. Raises OSError if that is unknown."""
+    try:
+        number = system.device(path)
+    except OSError as error:
+        fact = classify_error(path, error)
+        if isinstance(fact, Unseen):
+            raise
+        if isinstance(fact, Broken):
+            problems[path] = fact.why
+        return None
+    if number is None:
+        problems[path] = f"{path}: not a character device"
+    return number
+
+
+def _mismatch(number: DeviceNumber, rule: Rule | None, drivers: Set[str], misc: Mapping[str, int]) -> str:
+    """Return why a node with this number, whose major these drivers have, must not be used; empty if it may be.
+
+    A node without a rule is one whose path the settings name.
+    """
+    is_now = f"is {number.major}:{number.minor}"
+    if rule is None:
+        for driver in sorted(drivers):
+            if any(fnmatchcase(driver, pattern) for pattern in GPU_DRIVERS):
+                return f"belongs to driver {driver}; use `gpus` or `devices` for this driver's devices"
+        return ""
+    if rule.registered:
+        why = f"{is_now}, but {PROC_DEVICES} has no {rule.registered} with that major"
+        return "" if rule.registered in drivers else why
+    minor = misc.get(rule.misc) if rule.misc else rule.minor
+    if minor is None:
+        return f"its driver is not loaded ({rule.misc} is not in {PROC_MISC})"
+    return "" if (number.major, number.minor) == (MISC_MAJOR, minor) else f"{is_now}, not {MISC_MAJOR}:{minor}"
 
 
 def grant_others(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]) -> Grant:
@@ -179,13 +143,12 @@ def grant_others(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
     found = facts.devices if isinstance(facts.devices, tuple) else ()
     nodes = {node.path: node for node in found if node.kind in settings.devices or node.path in paths}
     kinds = {node.kind for node in nodes.values()}
-    classes = [each for name in settings.devices if (each := device_class(name)).kind not in kinds]
     return Grant(
         vendor=facts.vendor,
         nodes=tuple(sorted(nodes.values())),
         driver_files=False,
         missing=(
-            *(f'devices "{each.kind}" ({each.advice})' for each in classes),
+            *(f'devices "{each}" ({ADVICE[DeviceKind(each)]})' for each in settings.devices if each not in kinds),
             *(facts.node_problems.get(path, path) for path in paths if path not in nodes),
         ),
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from agent.model.contract import AllocatableDevice
 from agent.model.paths import PCI_DEVICES
@@ -13,40 +12,33 @@ from agent.vendors.dra_vendor import FACTS_LIMIT, Attribute, DeviceFacts, DraVen
 from agent.vendors.drm.machine import AMD_PREFIX, HARMLESS_RESOURCES, RESOURCE_PREFIX
 
 
-class Files(NamedTuple):
-    """A driver's files in a GPU's directory in PCI_DEVICES. A driver may lack any of them."""
-
-    product: str = ""
-    """The product's name."""
-    unique_id: str = ""
-    """The GPU's permanent id."""
-    memory: tuple[str, ...] = ()
-    """Files that may have the size of the GPU's own memory in bytes. The first number other than 0 is used."""
-
-
 def read_facts(
-    files: Files, system: System, devices: Sequence[AllocatableDevice], driver_version: str
+    files: Mapping[str, str],
+    memory: str,
+    system: System,
+    devices: Sequence[AllocatableDevice],
+    driver_version: str,
 ) -> Mapping[AllocatableDevice, DeviceFacts]:
-    return {each: _facts(files, system, each, driver_version) for each in devices}
+    """Return what is known. `files` has files by attribute, and `memory` is the file with the size of the GPU's memory.
 
-
-def _facts(files: Files, system: System, device: AllocatableDevice, driver_version: str) -> DeviceFacts:
-    names = [each for each in (files.product, files.unique_id, "device", *files.memory) if each]
-    paths = [f"{PCI_DEVICES}/{device.pci_address}/{each}" for each in names]
-    # Each file that hangs halves the time for the next one. So even if all files hang, this takes little more than
-    # FACTS_LIMIT.
-    texts = dict(zip(names, read_device_texts(system, paths, FACTS_LIMIT / 2), strict=True))
-    attributes: dict[str, Attribute] = {}
-    if version := semantic_version(driver_version):
-        attributes["driverVersion"] = version
-    for name, file in (("productName", files.product), ("uuid", files.unique_id), ("pciDevice", "device")):
-        if text := _printable(texts.get(file, "")):
-            attributes[name] = text
-    memory = next((size for each in files.memory if (size := whole_number(_printable(texts[each])))), 0)
-    # A file that does not exist will not appear later, so the facts are complete without it. But a driver that did not
-    # answer may answer later.
-    complete = all(isinstance(each, str | FileNotFoundError) for each in texts.values())
-    return DeviceFacts(attributes, {"memory": memory} if memory else {}, complete)
+    All are in the GPU's directory in PCI_DEVICES. A driver may lack any of them.
+    """
+    found = {}
+    for device in devices:
+        paths = [f"{PCI_DEVICES}/{device.pci_address}/{each}" for each in (*files.values(), memory)]
+        # Each file that hangs halves the time for the next one. So even if all files hang, this takes little more than
+        # FACTS_LIMIT.
+        *texts, size = read_device_texts(system, paths, FACTS_LIMIT / 2)
+        attributes: dict[str, Attribute] = {}
+        if version := semantic_version(driver_version):
+            attributes["driverVersion"] = version
+        attributes |= {name: text for name, each in zip(files, texts, strict=True) if (text := _printable(each))}
+        capacity = whole_number(_printable(size))
+        # A file that does not exist will not appear later, so the facts are complete without it. But a driver that did
+        # not answer may answer later.
+        complete = all(isinstance(each, str | FileNotFoundError) for each in (*texts, size))
+        found[device] = DeviceFacts(attributes, {"memory": capacity} if capacity else {}, complete)
+    return found
 
 
 def _printable(text: str | OSError) -> str:
@@ -56,8 +48,10 @@ def _printable(text: str | OSError) -> str:
 
 
 # The files are amdgpu's (amdgpu_device.c, amdgpu_vram_mgr.c, amdgpu_pm.c in the kernel).
-AMD_FILES = Files("product_name", "unique_id", ("mem_info_vram_total",))
-AMD = DraVendor("amd", partial(read_facts, AMD_FILES), AMD_PREFIX)
-# No file of i915 or xe has the product's name. The file is of xe (xe_vram.c in the kernel).
-INTEL_FILES = Files(memory=("tile0/physical_vram_size_bytes",))
-INTEL = DraVendor("intel", partial(read_facts, INTEL_FILES), RESOURCE_PREFIX, HARMLESS_RESOURCES)
+AMD_FILES = {"productName": "product_name", "uuid": "unique_id", "pciDevice": "device"}
+AMD = DraVendor("amd", partial(read_facts, AMD_FILES, "mem_info_vram_total"), AMD_PREFIX)
+# No file of i915 or xe has the product's name. The file with the memory is of xe (xe_vram.c in the kernel).
+INTEL_FILES = {"pciDevice": "device"}
+INTEL = DraVendor(
+    "intel", partial(read_facts, INTEL_FILES, "tile0/physical_vram_size_bytes"), RESOURCE_PREFIX, HARMLESS_RESOURCES
+)

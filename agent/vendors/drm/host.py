@@ -6,14 +6,13 @@ from msgspec import Struct
 
 from agent.config.settings import MachineSettings
 from agent.model.conditions import Condition, ConditionType, Reason, false, not_applicable, true, unknown, worst
-from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.facts import DISPLAY, Absent, DeviceNode, DrmDevice, Gpu, PciDevice, Seen, Unseen, VendorFacts
+from agent.model.device import DeviceKind
+from agent.model.facts import DISPLAY, Absent, DeviceNode, Gpu, Seen, Unseen, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.paths import PCI_DEVICES
 from agent.model.text import counted
 from agent.system.deadlines import read_device_texts
 from agent.system.devices import DRI
-from agent.system.files import System
 from agent.system.trust import classify_error, read_seen
 from agent.vendors.host_vendor import (
     PROC_DEVICES,
@@ -56,12 +55,6 @@ class Description(Struct, frozen=True):
     whole: str = ""
     """The value of the attribute `partition_mode` for a GPU that is not divided."""
 
-    def is_gpu(self, device: PciDevice) -> bool:
-        """Return whether the device is a GPU of this vendor, with or without a driver."""
-        if device.vendor_id != self.vendor_id:
-            return False
-        return device.class_id >> 16 == DISPLAY or device.class_id >> 8 in self.further_classes
-
 
 ROOT_BUS = "00:"
 """The bus without a port above it, on which Intel's integrated GPUs are. Those of AMD are behind an internal port."""
@@ -74,10 +67,9 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
 
     `problems` in the facts name the nodes that must not be used, and the GPUs of which only a part is granted.
     """
-    pci = sources.pci
-    if not isinstance(pci, tuple):
+    if not isinstance(sources.pci, tuple):
         # The devices are Unseen, because an empty list would withdraw every GPU.
-        return VendorFacts(vendor.name, devices=Unseen(pci.why))
+        return VendorFacts(vendor.name, devices=Unseen(sources.pci.why))
     gpus = tuple(
         Gpu(
             each.address,
@@ -89,19 +81,21 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
             virtual=each.virtual,
             integrated=each.integrated or each.address.partition(":")[2].startswith(ROOT_BUS),
         )
-        for each in pci
-        if vendor.is_gpu(each)
+        for each in sources.pci
+        if each.vendor_id == vendor.vendor_id
+        and (each.class_id >> 16 == DISPLAY or each.class_id >> 8 in vendor.further_classes)
     )
     if not gpus:
         return VendorFacts(vendor.name)
     problems: dict[str, str] = {}
-    nodes = _nodes(vendor, sources, gpus, problems)
+    driven = [gpu.pci_address for gpu in gpus if gpu.driver in vendor.drivers]
+    nodes = _nodes(vendor, sources, driven, problems)
     return VendorFacts(
         vendor.name,
         gpus,
         nodes,
         node_problems=problems,
-        other_problems=_divided(vendor, sources, gpus) if isinstance(nodes, tuple) else (),
+        other_problems=_divided(vendor, sources, driven) if isinstance(nodes, tuple) else (),
         # udev loads the driver of a GPU. If none of the vendor's modules is loaded, the driver is not installed or not
         # wanted. So no driver is expected.
         driver_expected=any(
@@ -111,9 +105,9 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
 
 
 def _nodes(
-    vendor: Description, sources: Sources, gpus: tuple[Gpu, ...], problems: dict[str, str]
+    vendor: Description, sources: Sources, driven: list[str], problems: dict[str, str]
 ) -> Seen[tuple[DeviceNode, ...]]:
-    """Return the usable nodes; Unseen if any node could not be observed.
+    """Return the usable nodes of these GPUs; Unseen if any node could not be observed.
 
     `problems` gets a sentence for each node that must not be used.
     """
@@ -121,18 +115,41 @@ def _nodes(
         return ()
     if not isinstance(sources.drm, tuple):
         return Unseen(sources.drm.why)
-    driven = {gpu.pci_address for gpu in gpus if gpu.driver in vendor.drivers}
+    wanted = [
+        (
+            each.path,
+            DeviceKind.DRI_RENDER if "/renderD" in each.path else DeviceKind.DRI_CARD,
+            REGISTERED,
+            each.pci_address,
+        )
+        for each in sources.drm
+        if each.pci_address in driven
+    ]
+    if driven:
+        wanted += [(each.path, each.kind, each.registered, "") for each in vendor.shared]
+    nodes = []
     try:
         majors = parse_majors(sources.system.read_text(PROC_DEVICES))
-        nodes = [_node(sources.system, each, majors, problems) for each in sources.drm if each.pci_address in driven]
-        if driven:
-            nodes += [_shared(sources.system, each, majors, problems) for each in vendor.shared]
+        for path, kind, registered, address in wanted:
+            try:
+                number = sources.system.device(path)
+            except FileNotFoundError:
+                # The kernel has not made the node yet, or the driver has no such node.
+                continue
+            major = majors.get(registered)
+            if number is None:
+                problems[path] = f"{path}: not a character device"
+            elif number.major != major:
+                has = f"major {major}" if major is not None else "no major"
+                problems[path] = f"{path}: is {number.major}:{number.minor}, but its driver has {has} in {PROC_DEVICES}"
+            else:
+                nodes.append(DeviceNode(path, kind, number, address))
     except OSError as error:
         return Unseen(classify_error(error.filename or PROC_DEVICES, error).why)
-    return tuple(sorted(node for node in nodes if node))
+    return tuple(sorted(nodes))
 
 
-def _divided(vendor: Description, sources: Sources, gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+def _divided(vendor: Description, sources: Sources, driven: list[str]) -> tuple[str, ...]:
     """Return a sentence for each divided GPU. Of such a GPU, only the first partition is granted.
 
     A divided GPU has nodes that belong to no PCI device. These alone do not prove that a GPU is divided: amdgpu makes
@@ -141,45 +158,14 @@ def _divided(vendor: Description, sources: Sources, gpus: tuple[Gpu, ...]) -> tu
     nodes = sources.drm if isinstance(sources.drm, tuple) else ()
     if not vendor.partition_mode or all(each.pci_address for each in nodes):
         return ()
-    driven = sorted(gpu.pci_address for gpu in gpus if gpu.driver in vendor.drivers)
-    paths = [f"{PCI_DEVICES}/{gpu}/{vendor.partition_mode}" for gpu in driven]
+    paths = [f"{PCI_DEVICES}/{gpu}/{vendor.partition_mode}" for gpu in sorted(driven)]
     found = [text.strip() if isinstance(text, str) else "" for text in read_device_texts(sources.system, paths)]
     return tuple(
         f"GPU {gpu} is divided ({vendor.partition_mode} is {mode!a}): only its first partition is granted, because the "
         "nodes of the others belong to no PCI device"
-        for gpu, mode in zip(driven, found, strict=True)
+        for gpu, mode in zip(sorted(driven), found, strict=True)
         if mode not in ("", "UNKNOWN", vendor.whole)
     )
-
-
-def _node(system: System, device: DrmDevice, majors: dict[str, int], problems: dict[str, str]) -> DeviceNode | None:
-    kind = DeviceKind.DRI_RENDER if "/renderD" in device.path else DeviceKind.DRI_CARD
-    number = _number(system, device.path, majors.get(REGISTERED), problems)
-    return DeviceNode(device.path, kind, number, device.pci_address) if number else None
-
-
-def _shared(system: System, node: SharedNode, majors: dict[str, int], problems: dict[str, str]) -> DeviceNode | None:
-    number = _number(system, node.path, majors.get(node.registered), problems)
-    return DeviceNode(node.path, node.kind, number) if number else None
-
-
-def _number(system: System, path: str, major: int | None, problems: dict[str, str]) -> DeviceNumber | None:
-    """Return the node's number; None if the node does not exist or must not be used.
-
-    `problems` gets the reason why a node must not be used.
-    """
-    try:
-        number = system.device(path)
-    except FileNotFoundError:
-        # The kernel has not made the node yet, or the driver has no such node.
-        return None
-    if number is None:
-        problems[path] = f"{path}: not a character device"
-    elif number.major != major:
-        registered = f"major {major}" if major is not None else "no major"
-        problems[path] = f"{path}: is {number.major}:{number.minor}, but its driver has {registered} in {PROC_DEVICES}"
-        return None
-    return number
 
 
 # Evaluates the host's conditions for GPUs that need only their nodes. Messages say what to do next. Pure.
@@ -204,13 +190,12 @@ def _driver_loaded(vendor: Description, facts: VendorFacts, grant: Grant) -> Con
     if isinstance(facts.devices, Unseen):
         return unknown(kind, Reason.OBSERVATION_FAILED, facts.devices.why)
     drivers = [gpu.driver for gpu in facts.gpus if gpu.driver in vendor.drivers]
-    names = " or ".join(vendor.drivers)
-    if not drivers and grant.gpus:
+    if drivers:
+        parts = [f"{name} for {counted(drivers.count(name), 'GPU')}" for name in dict.fromkeys(drivers)]
+        return true(kind, Reason.LOADED, f"kernel driver {', '.join(parts)}")
+    if grant.gpus:
         return false(kind, Reason.MODULE_NOT_LOADED, f"no {vendor.title} GPU has a driver; {_load(vendor, grant.gpus)}")
-    if not drivers:
-        return not_applicable(kind, f"no {vendor.title} GPU has driver {names}")
-    parts = [f"{name} for {counted(drivers.count(name), 'GPU')}" for name in dict.fromkeys(drivers)]
-    return true(kind, Reason.LOADED, f"kernel driver {', '.join(parts)}")
+    return not_applicable(kind, f"no {vendor.title} GPU has driver {' or '.join(vendor.drivers)}")
 
 
 def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
@@ -222,23 +207,20 @@ def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
 
 
 def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> Condition:
-    kind = ConditionType.DEVICES_PRESENT
     if fault := unusable(facts, grant):
         return fault
     advice = "see `dmesg`; if the GPU has just appeared, run `udevadm settle`"
-    if faults := faulty_gpus(
-        facts, grant, DeviceKind.DRI_RENDER, "/dev/dri/renderDN", advice, lambda unbound: _load(vendor, unbound)
-    ):
+    faults = faulty_gpus(facts, grant, DeviceKind.DRI_RENDER, "/dev/dri/renderDN", advice, partial(_load, vendor))
+    if faults:
         return worst(faults)
-    present_kinds = {node.kind for node in grant.nodes}
-    missing_extras = "".join(
-        f"; no usable {each.path}, without which {each.use}" for each in vendor.shared if each.kind not in present_kinds
-    )
-    present = f"{counted(len(grant.nodes), 'node')} for {counted(len(grant.gpus), f'{vendor.title} GPU')}"
+    kind, reason = ConditionType.DEVICES_PRESENT, Reason.PRESENT
+    parts = [f"{counted(len(grant.nodes), 'node')} for {counted(len(grant.gpus), f'{vendor.title} GPU')}"]
     if grant.detached:
-        detached = f"detached by an administrator: {', '.join(grant.detached)}"
-        return true(kind, Reason.GPU_DETACHED, f"{present}; {detached}{missing_extras}")
-    return true(kind, Reason.PRESENT, f"{present}{missing_extras}")
+        reason = Reason.GPU_DETACHED
+        parts.append(f"detached by an administrator: {', '.join(grant.detached)}")
+    found = {node.kind for node in grant.nodes}
+    parts += [f"no usable {each.path}, without which {each.use}" for each in vendor.shared if each.kind not in found]
+    return true(kind, reason, "; ".join(parts))
 
 
 NO_NODES = "`vainfo`, `clinfo` or `rocminfo` in pods: no device; `ls /dev/dri` there: no such file"
@@ -251,13 +233,11 @@ SYMPTOMS = {
 def grant_drm(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]) -> Grant:
     """Grant the nodes of each GPU, and the shared nodes if the machine gets a GPU."""
     gpus = tuple(sorted(gpu.pci_address for gpu in wanted if not gpu.detached))
-    nodes: tuple[DeviceNode, ...] = ()
-    if isinstance(facts.devices, tuple) and gpus:
-        nodes = tuple(sorted(node for node in facts.devices if node.pci_address in ("", *gpus)))
+    nodes = facts.devices if isinstance(facts.devices, tuple) and gpus else ()
     return Grant(
         vendor=facts.vendor,
         gpus=gpus,
-        nodes=nodes,
+        nodes=tuple(sorted(node for node in nodes if node.pci_address in ("", *gpus))),
         driver_files=False,
         detached=tuple(sorted(gpu.pci_address for gpu in wanted if gpu.detached)),
     )
@@ -267,8 +247,7 @@ def drm_host(vendor: Description) -> HostVendor:
     """Return a vendor that a Description describes completely. Pods bring their own user space: Mesa, oneAPI or ROCm.
 
     HostVendor's defaults are right for the rest: a GPU with another driver is no fault (radeon, for example, is for
-    older GPUs), no program of the vendor keeps a GPU open, and the drivers write no numbered errors into the kernel
-    log.
+    older GPUs), and the drivers write no numbered errors into the kernel log.
     """
     shared = (each.path.removeprefix("/dev/") for each in vendor.shared)
     return HostVendor(

@@ -4,8 +4,9 @@ import posixpath
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from agent.model.contract import AllocatableDevice
 from agent.model.device import PCI_ADDRESS, DeviceKind, DeviceNumber, dri_link
 from agent.model.errors import DocumentError
 from agent.model.handoff import GrantedDevice, Request
@@ -13,9 +14,6 @@ from agent.system.files import System
 from agent.vendors.cdi import device_names, lowest_version, object_of, objects, strings
 from agent.vendors.cdi import devices as devices_of
 from agent.vendors.machine_vendor import Generated, MachineVendor, Verdict
-
-if TYPE_CHECKING:
-    from agent.model.contract import AllocatableDevice
 
 # The format is that of specs-go/config.go of the Container Device Interface. Three things are as in Intel's
 # cdi-specs-generator (pkg/gpu/cdihelpers): which nodes a device has, its mounts, and the device name `cardN`. Two
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
 EVERY_GPU = "all"
 FOR_ALL_USERS = 0o006
 """Permission bits of a node that every user may read and write."""
-GROUPS = {DeviceKind.DRI_CARD: "video"}
-OTHER_GROUP = "render"
-"""The group of all other nodes: render nodes and /dev/kfd. The groups `video` and `render` are those of systemd's
-50-udev-default.rules."""
 
 
 class MachineState(NamedTuple):
@@ -50,8 +44,10 @@ def render(kind: str, names: Mapping[str, str], request: Request, machine: Machi
     further name, also under that name. The device EVERY_GPU has the nodes of all these GPUs.
     """
     devices, every = [], []
-    for gpu in served(request, machine.live):
-        own = [each for each in request.devices if each.pci_address in ("", gpu) and each.path in machine.live]
+    present = [each for each in request.devices if each.path in machine.live]
+    served = {each.pci_address for each in present if each.kind == DeviceKind.DRI_RENDER}
+    for gpu in (each for each in request.gpus if each in served):
+        own = [each for each in present if each.pci_address in ("", gpu)]
         every += [each for each in own if each not in every]
         edits = _edits(own, machine)
         devices += [{"name": name, "containerEdits": edits} for name in (names.get(gpu), gpu) if name]
@@ -61,48 +57,35 @@ def render(kind: str, names: Mapping[str, str], request: Request, machine: Machi
     return {"cdiVersion": lowest_version(spec), **spec}
 
 
-def served(request: Request, live: Mapping[str, DeviceNumber]) -> tuple[str, ...]:
-    """Return the PCI addresses of the granted GPUs whose render nodes exist."""
-    found = {each.pci_address for each in request.devices if each.kind == DeviceKind.DRI_RENDER and each.path in live}
-    return tuple(gpu for gpu in request.gpus if gpu in found)
-
-
 def group_of(kind: str) -> str:
-    """Return the name of the group that owns nodes of this kind."""
-    return next((group for each, group in GROUPS.items() if each == kind), OTHER_GROUP)
+    """Return the name of the group that owns nodes of this kind: those of systemd's 50-udev-default.rules."""
+    return "video" if kind == DeviceKind.DRI_CARD else "render"
 
 
 def _edits(devices: list[GrantedDevice], machine: MachineState) -> dict[str, Any]:
-    edits: dict[str, Any] = {"deviceNodes": [_node(each, machine) for each in devices]}
+    nodes, groups = [], set()
+    for device in devices:
+        number = machine.live[device.path]
+        gid = machine.groups.get(group_of(device.kind), number.gid)
+        nodes.append({"path": device.path, **_written(number), "gid": gid})
+        # If a runtime may make device nodes, the nodes in the container have the group in the specification. If it may
+        # not, it bind-mounts the machine's nodes, which have the host's group. A container's process gets both groups,
+        # so it can open the node in either case, even if it is not root.
+        if number.mode & FOR_ALL_USERS != FOR_ALL_USERS:
+            groups |= {number.gid, gid}
+    edits: dict[str, Any] = {"deviceNodes": nodes}
     links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in machine.links]
     if links:
         edits["mounts"] = [_mount(link) for link in links]
-    # If a runtime may make device nodes, the nodes in the container have the group in the specification. If it may not,
-    # it bind-mounts the machine's nodes, which have the host's group. A container's process gets both groups, so it can
-    # open the node in either case, even if it is not root.
-    restricted = [each for each in devices if machine.live[each.path].mode & FOR_ALL_USERS != FOR_ALL_USERS]
-    groups = {gid for each in restricted for gid in (machine.live[each.path].gid, _gid(each, machine))} - {0}
-    if groups:
-        edits["additionalGids"] = sorted(groups)
+    if groups - {0}:
+        edits["additionalGids"] = sorted(groups - {0})
     return edits
 
 
-def _node(device: GrantedDevice, machine: MachineState) -> dict[str, Any]:
-    number = machine.live[device.path]
-    return {
-        "path": device.path,
-        "type": "c",
-        "major": number.major,
-        "minor": number.minor,
-        "fileMode": number.mode,
-        "permissions": "rw",
-        "uid": number.uid,
-        "gid": _gid(device, machine),
-    }
-
-
-def _gid(device: GrantedDevice, machine: MachineState) -> int:
-    return machine.groups.get(group_of(device.kind), machine.live[device.path].gid)
+def _written(number: DeviceNumber) -> dict[str, Any]:
+    """Return what a specification says of a node, apart from its path and group."""
+    attributes = {"type": "c", "major": number.major, "minor": number.minor, "fileMode": number.mode}
+    return attributes | {"permissions": "rw", "uid": number.uid}
 
 
 def _mount(link: str) -> dict[str, Any]:
@@ -116,10 +99,16 @@ def verify(
 
     If the specification is malformed, the verdict has a single problem, which names the malformed part.
     """
+    problems = []
     try:
         document = object_of(spec, "the specification")
         devices = devices_of(document)
-        problems = [*_header_problems(document, kind)]
+        if document.get("kind") != kind:
+            problems.append(f"kind is {document.get('kind')!r}, not {kind}")
+        if document.get("cdiVersion") != lowest_version(document):
+            problems.append(f"cdiVersion is {document.get('cdiVersion')!r}")
+        if foreign := sorted(set(document) - {"cdiVersion", "kind", "devices"}):
+            problems.append(f"unknown key {', '.join(foreign)}")
         for name, edits in devices:
             problems += _device_problems(name, edits, request, live, present)
         paths = {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
@@ -128,43 +117,33 @@ def verify(
         return Verdict(problems=(error.message,))
     if paths != every:
         problems.append(f"device {EVERY_GPU} does not have all nodes of the others")
-    renders = {
-        each.pci_address for each in request.devices if each.kind == DeviceKind.DRI_RENDER and each.path in paths
-    }
-    missing = tuple(gpu for gpu in request.gpus if gpu not in renders)
+    written = [each for each in request.devices if each.path in paths]
+    missing = tuple(
+        sorted(set(request.gpus) - {each.pci_address for each in written if each.kind == DeviceKind.DRI_RENDER})
+    )
     if not problems and len(missing) == len(request.gpus):
         problems.append("no device in it is a granted GPU")
-    left_out = sorted(
-        each.path for each in request.devices if each.path not in paths and each.pci_address not in missing
-    )
-    return Verdict(tuple(problems), missing, tuple(left_out), tuple(name for name, _ in devices))
-
-
-def _header_problems(document: dict[str, Any], kind: str) -> Iterator[str]:
-    if document.get("kind") != kind:
-        yield f"kind is {document.get('kind')!r}, not {kind}"
-    if document.get("cdiVersion") != lowest_version(document):
-        yield f"cdiVersion is {document.get('cdiVersion')!r}"
-    foreign = sorted(set(document) - {"cdiVersion", "kind", "devices"})
-    if foreign:
-        yield f"unknown key {', '.join(foreign)}"
+    left_out = [each.path for each in request.devices if each not in written and each.pci_address not in missing]
+    return Verdict(tuple(problems), missing, tuple(sorted(left_out)), tuple(name for name, _ in devices))
 
 
 def _device_problems(
     name: str, edits: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
 ) -> Iterator[str]:
     where, granted = f"device {name}", {each.path: each for each in request.devices}
-    foreign = sorted(set(edits) - {"deviceNodes", "mounts", "additionalGids"})
-    if foreign:
+    if foreign := sorted(set(edits) - {"deviceNodes", "mounts", "additionalGids"}):
         yield f"{where}: unknown key {', '.join(foreign)}"
-    found = []
+    found, groups = [], {number.gid for number in live.values()}
     for node in objects(edits, "deviceNodes"):
         device = granted.get(str(node.get("path")))
         if device is None:
             yield f"{where}: device node {node.get('path')!r} is not granted to this machine"
             continue
         found.append(device)
-        yield from _node_problems(where, node, device, live.get(device.path))
+        # The gid may be any integer: the machine's group may have another number than that of the node.
+        if type(node.get("gid")) is int:
+            groups.add(node["gid"])
+        yield from _node_problems(f"{where}: device node {device.path}", node, device, live.get(device.path))
     gpus = {each.pci_address for each in found} - {""}
     if not gpus:
         yield f"{where} has no GPU node"
@@ -174,28 +153,23 @@ def _device_problems(
     for mount in objects(edits, "mounts"):
         if mount not in mounts:
             yield f"{where}: mount of {mount.get('hostPath')!r}, not the by-path link of one of this device's nodes"
-    written = [node.get("gid") for node in objects(edits, "deviceNodes")]
-    groups = {number.gid for number in live.values()} | {gid for gid in written if isinstance(gid, int)}
     listed = edits.get("additionalGids", [])
     if not isinstance(listed, list) or not all(type(gid) is int and gid in groups and gid for gid in listed):
         yield f"{where}: additionalGids {listed!r}, which are not groups of its nodes"
 
 
 def _node_problems(where: str, node: dict[str, Any], device: GrantedDevice, live: DeviceNumber | None) -> Iterator[str]:
-    path = device.path
     if live is None:
-        yield f"{where}: device node {path} is not in this machine"
+        yield f"{where} is not in this machine"
         return
     if (live.major, live.minor) != (device.major, device.minor):
         is_now, granted = f"{live.major}:{live.minor}", f"{device.major}:{device.minor}"
-        yield f"{where}: device node {path} is {is_now} in this machine, but {granted} was granted"
-    # The gid may be any integer, because `_gid` may have chosen another group than that of the machine's node.
+        yield f"{where} is {is_now} in this machine, but {granted} was granted"
     gid = node.get("gid")
-    expected = {"type": "c", "major": live.major, "minor": live.minor, "fileMode": live.mode, "uid": live.uid}
-    expected |= {"path": path, "permissions": "rw", "gid": gid if type(gid) is int else live.gid}
+    expected = {"path": device.path, **_written(live), "gid": gid if type(gid) is int else live.gid}
     # The types are compared too: 1, 1.0 and True are equal in Python.
     if node != expected or any(type(node[key]) is not type(value) for key, value in expected.items()):
-        yield f"{where}: device node {path} has unexpected values: {node!r}"
+        yield f"{where} has unexpected values: {node!r}"
 
 
 GROUP_FILE = "/etc/group"
@@ -216,7 +190,7 @@ class DrmMachine(MachineVendor):
     """Whether pods also get the links in /dev/dri/by-path. True if the vendor's own tool gives pods these links."""
 
     @abstractmethod
-    def other_names(self, request: Request) -> Mapping[str, str]:
+    def other_names(self, request: Request) -> dict[str, str]:
         """Return the names that the vendor's own tool gives to GPUs, by PCI address. Pure."""
 
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
@@ -231,8 +205,7 @@ class DrmMachine(MachineVendor):
     def optional_paths(self, request: Request) -> tuple[str, ...]:
         if not self.mounts_links:
             return ()
-        links = (dri_link(each.kind, each.pci_address) for each in request.devices)
-        return tuple(link for link in links if link)
+        return tuple(link for each in request.devices if (link := dri_link(each.kind, each.pci_address)))
 
     def verify(
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
@@ -244,10 +217,7 @@ class DrmMachine(MachineVendor):
             name for each in system.entries(directory) for name in device_names(system.read_text(f"{directory}/{each}"))
         )
 
-    def allocatable(self, spec: object, request: Request, names: Set[str]) -> "tuple[AllocatableDevice, ...]":
-        # Imported here: few machines allocate by claims.
-        from agent.model.contract import AllocatableDevice
-
+    def allocatable(self, spec: object, request: Request, names: Set[str]) -> tuple[AllocatableDevice, ...]:
         listed = names & {name for name, _ in devices_of(object_of(spec, "the specification"))}
         # GPUs are named by PCI address, because the other names may change at a reboot.
         return tuple(
@@ -279,7 +249,7 @@ class AmdMachine(DrmMachine):
     plugin_sockets = "amd.com_*"
     """The sockets' names do not end in `.sock` (dpm/plugin.go of the library that AMD's plugin uses)."""
 
-    def other_names(self, request: Request) -> Mapping[str, str]:
+    def other_names(self, request: Request) -> dict[str, str]:
         """Return each GPU's number, by PCI address. Like `amd-ctk`, count the GPUs in the order of PCI addresses.
 
         A new GPU changes the numbers of the GPUs after it.
@@ -320,7 +290,7 @@ class IntelMachine(DrmMachine):
     plugin_rescans = True
     """The plugin searches for GPUs every five seconds (scanInterval of cmd/gpu_plugin)."""
 
-    def other_names(self, request: Request) -> Mapping[str, str]:
+    def other_names(self, request: Request) -> dict[str, str]:
         """Return `cardN` for each GPU. The numbers may change with each boot."""
         cards = [each for each in request.devices if each.kind == DeviceKind.DRI_CARD]
         return {each.pci_address: posixpath.basename(each.path) for each in cards}

@@ -16,7 +16,7 @@ from agent.model.facts import Absent, DeviceAllow, DeviceNode, Facts, Unseen, Ve
 from agent.model.goal import ChangeDevices, MachineGoal
 from agent.model.handoff import GrantedDevice, Request
 from agent.vendors.host_vendor import Sources, names_by_major, parse_misc
-from agent.vendors.other_devices import DEVICE_CLASSES, NODE_DIRECTORIES, NODE_NAMES, OTHER
+from agent.vendors.other_devices import ADVICE, NODE_DIRECTORIES, NODE_NAMES, OTHER, RULES
 from tests.fakes.facts import evaluated, facts, nvidia
 from tests.fakes.host import PROC_DEVICES, Host
 from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine
@@ -81,12 +81,12 @@ def goal(settings: dict[str, object], seen: Facts) -> MachineGoal:
 def test_each_device_class_grants_only_its_own_nodes(devices: Host) -> None:
     assert paths(look(devices, devices=EVERY)) == sorted(NODES)
     assert paths(look(devices, devices=["kvm"])) == ["/dev/kvm"]
-    assert [str(each.kind) for each in DEVICE_CLASSES] == EVERY
+    assert {str(each.kind) for each in RULES} == {*map(str, ADVICE)} == {*EVERY}
 
 
 def test_all_nodes_of_device_classes_are_watched() -> None:
     """For a node in a directory, the directory's name is watched."""
-    directories = {rule.directory for each in DEVICE_CLASSES for rule in each.rules} - {"/dev"}
+    directories = {rule.directory for rule in RULES} - {"/dev"}
     assert set(NODE_DIRECTORIES) == directories
     names = {path.split("/")[2] for path in NODES}
     assert {name.replace("15", "*").replace("0", "*") for name in names} == set(NODE_NAMES)
