@@ -8,7 +8,7 @@ from agent.cli.printing import say
 from agent.host.allocation import DIRECTORY, SUFFIX, Move, Node, recorded_node, steps
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
-from agent.machine.vendors import VENDOR_NAMES, machine_vendor
+from agent.machine.vendors import VENDORS
 from agent.model.device import gives_gpus
 from agent.model.errors import AgentError, ConfigError
 
@@ -68,5 +68,4 @@ def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
 
 
 def _gives_gpus(resource: str) -> bool:
-    vendors = (machine_vendor(name) for name in VENDOR_NAMES)
-    return any(each and gives_gpus(resource, each.resource_prefix, each.harmless_resources) for each in vendors)
+    return any(gives_gpus(resource, each.resource_prefix, each.harmless_resources) for each in VENDORS.values())

@@ -6,7 +6,7 @@ import json
 import posixpath
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,12 +21,13 @@ from agent.machine.containerd_tables import (
     at,
     covers,
     cri_of,
+    drop_in_path,
     imports,
     new_version,
     parse_version,
 )
 from agent.machine.notes import Context, Notes, record_repair
-from agent.machine.vendors import VENDOR_NAMES, machine_vendor
+from agent.machine.vendors import VENDORS
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true, unknown
 from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError
 from agent.model.handoff import Repair, Request
@@ -34,44 +35,37 @@ from agent.model.paths import MACHINE_STATE
 from agent.model.text import dotted, one_line, sha256, whole_number
 from agent.model.toml_document import parse_toml
 from agent.system.files import System
+from agent.system.kubelet_identity import other_runtime, program_with_kubelet
+from agent.vendors.cdi import without_groups
 from agent.vendors.machine_vendor import EDIT_LIMIT, MachineVendor, RuntimeHandler
 
 EFFECTIVE_NOTE = "containerd-effective"
 """Name of the note with what other steps need of the effective configuration: its directories of CDI specifications, of
 which later ones take precedence, and its socket."""
 DIRECTORIES_NOTED = 32
-
-
-def _note_effective(notes: Notes, effective: Table) -> None:
-    listed = cri_of(effective).get("cdi_spec_dirs")
-    directories = [str(each) for each in listed[:DIRECTORIES_NOTED]] if isinstance(listed, list) else []
-    # Version 4 of the format has the socket in a table of its own (serviceMigrate in containerd's config.go).
-    server = at(effective, "plugins", "io.containerd.server.v1.grpc") or at(effective, "grpc")
-    # Without the note, the configuration is read back again.
-    with contextlib.suppress(OSError):
-        notes.save(EFFECTIVE_NOTE, {"directories": directories, "address": str(server.get("address", ""))})
-
-
-def _noted_address(notes: Notes) -> str:
-    """Return the path of containerd's socket; empty if it is unknown."""
-    return str(notes.load(EFFECTIVE_NOTE).get("address", ""))
-
-
-ACTIVE = ConditionType.RUNTIME_ACTIVE
-UNIT = "containerd.service"
 CHANGED = "containerd-changed"
 """Name of the note about the agent's last change to containerd's configuration.
 
-`microseconds` is the time of the change by the monotonic clock. `effective` is null until all files are written, then
-empty until the effective configuration has been read back, and then the digest of that configuration. If a run is
-killed, the next run knows from `effective` at which step that happened.
+`microseconds` is the time of the change by the monotonic clock: from then on, containerd is up to date only if it
+started after that time, or if it already runs with the same effective configuration. `effective` is null until all
+files are written, then empty until the effective configuration has been read back, and then the digest of that
+configuration. If a run is killed, the next run knows from `effective` at which step that happened.
 """
+RESTORED = "restored"
+"""Stands for the digest in the note about the change of a killed run, after a later run has restored the files that it
+found."""
 LOADED = "containerd-loaded"
 """Name of the note about the last containerd process that was known to run with its current configuration: when it
 started, and a digest of the configuration."""
 REPLACED = "containerd-replaced"
 """Name of the note about a running containerd whose program file was replaced by one that accepts other CDI
 specifications: the path of the running program in /proc, and that program's identity."""
+VERSION_NOTE = "containerd-version"
+
+# Whether containerd runs.
+
+ACTIVE = ConditionType.RUNTIME_ACTIVE
+UNIT = "containerd.service"
 PROPERTIES = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,MainPID,Job"
 COMMAND_LINE_LIMIT = 1 << 20
 ANSWER_SHOWN = 200
@@ -83,35 +77,19 @@ CRI_PLUGINS = ("type==io.containerd.grpc.v1,id==cri", "type==io.containerd.cri.v
 """Filters of `ctr plugins ls` for the plugin that serves the kubelet, and for those that it needs (containerd 2)."""
 
 
-def _note_change(notes: Notes, *, written: bool) -> None:
-    """Note that containerd's configuration has changed or, if `written` is False, is about to change.
-
-    From then on, containerd is up to date only if it started after the noted time, or if it already runs with the same
-    effective configuration. That is added to the note once it is known; the time stays.
-    """
-    notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": "" if written else None})
-
-
-def _change_was_interrupted(notes: Notes) -> bool:
-    """Return whether a run began to change containerd's configuration, but was killed before it checked the result."""
-    changed = notes.load(CHANGED)
-    return bool(changed) and not changed.get("effective")
-
-
 def check_active(context: Context, configured: Condition) -> Condition:
     """Return RuntimeActive: whether containerd runs with the agent's last change to its configuration, and serves CRI.
 
-    If the reason is RestartPending, the caller must call `restart`. `configured` is RuntimeConfigured.
+    If the reason is RestartPending, the caller must restart containerd. `configured` is RuntimeConfigured.
     """
     if configured.reason == Reason.NOT_APPLICABLE:
         return configured._replace(type=ACTIVE)
     if configured.status is not Status.TRUE:
         return unknown(ACTIVE, Reason.NOT_CONFIGURED, "see RuntimeConfigured")
-    notes = context.notes
+    system, notes = context.system, context.notes
     changed = notes.load(CHANGED)
-    changed_at = changed.get("microseconds", 0)
     try:
-        unit = unit_properties(context)
+        unit = unit_properties(system)
     except CommandError as error:
         return unknown(ACTIVE, Reason.NO_ANSWER, f"cannot tell whether containerd runs: {error}")
     # This time and the noted one are of CLOCK_MONOTONIC, which cannot be set, and which machine and host share.
@@ -120,22 +98,25 @@ def check_active(context: Context, configured: Condition) -> Condition:
         return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")
     # containerd's unit itself may have started this run, with an ExecStartPost= from the agent's drop-in for the unit.
     # Then the unit may still be in the state start-post. containerd has sent READY=1 by then, so it runs.
-    running = unit.get("ActiveState") == "active" or unit.get("SubState") == "start-post"
-    command_line = _command_line(context.system, unit.get("MainPID", "0")) if running else b""
-    config_path = argument(command_line, "config")
-    # normpath keeps two slashes at the start.
-    if config_path and posixpath.normpath(config_path).replace("//", "/") != MAIN:
-        message = f"{UNIT} runs containerd with {config_path} instead of {MAIN}: remove that argument from ExecStart="
-        return false(ACTIVE, Reason.OTHER_CONFIGURATION, message)
-    loaded = {"started": started, "effective": changed.get("effective", "")}
-    # If containerd started before the change, it is up to date only if it already runs with the same effective
-    # configuration. That is so if the change only restored a file that somebody had edited.
-    if running and (started >= changed_at or (loaded["effective"] and notes.load(LOADED) == loaded)):
+    if unit.get("ActiveState") == "active" or unit.get("SubState") == "start-post":
+        command_line = b""
+        # The unit's ExecStart= does not always show it: it may have variables, or name a script.
+        with contextlib.suppress(OSError):
+            command_line = system.read(f"/proc/{unit.get('MainPID', '0')}/cmdline", COMMAND_LINE_LIMIT)
+        path = argument(command_line, "config")
+        # normpath keeps two slashes at the start.
+        if path and posixpath.normpath(path).replace("//", "/") != MAIN:
+            message = f"{UNIT} runs containerd with {path} instead of {MAIN}: remove that argument from ExecStart="
+            return false(ACTIVE, Reason.OTHER_CONFIGURATION, message)
+        loaded = {"started": started, "effective": changed.get("effective", "")}
+        # If containerd started before the change, it is up to date only if it already runs with the same effective
+        # configuration. That is so if the change only restored a file that somebody had edited.
+        if started < changed.get("microseconds", 0) and not (loaded["effective"] and notes.load(LOADED) == loaded):
+            return unknown(ACTIVE, Reason.RESTART_PENDING, f"{UNIT} is restarting, because its configuration changed")
         notes.save(LOADED, loaded)
-        address = argument(command_line, "address")
-        return context.once.get("cri", lambda: _check_cri(context.system, address or _noted_address(notes)))
-    if running:
-        return unknown(ACTIVE, Reason.RESTART_PENDING, f"{UNIT} is restarting, because its configuration changed")
+        return _check_cri(
+            system, argument(command_line, "address") or str(notes.load(EFFECTIVE_NOTE).get("address", ""))
+        )
     return _not_running(unit, has_run=bool(notes.load(LOADED)))
 
 
@@ -199,14 +180,6 @@ def plugin_errors(output: str) -> dict[str, str]:
     return found
 
 
-def _command_line(system: System, process: str) -> bytes:
-    # The unit's ExecStart= does not always show it: it may have variables, or name a script that executes containerd.
-    try:
-        return system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
-    except OSError:
-        return b""
-
-
 def argument(command_line: bytes, name: str) -> str:
     """Return containerd's argument for one of OPTIONS; empty if it has none, or if the command is another program's.
 
@@ -221,36 +194,13 @@ def argument(command_line: bytes, name: str) -> str:
     return value
 
 
-def unit_properties(context: Context) -> dict[str, str]:
-    """Return PROPERTIES of containerd's unit, by name, as they were when a step first asked for them (Context.once).
-
-    `systemctl show` takes a tenth of a CDI generator's time, so it runs only once for all steps. Raises CommandError.
-    """
-
-    def show() -> dict[str, str]:
-        output = context.system.run("systemctl", "show", f"--property={PROPERTIES}", UNIT)
-        return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
-
-    return context.once.get(UNIT, show)
+def unit_properties(system: System) -> dict[str, str]:
+    """Return PROPERTIES of containerd's unit, by name. Raises CommandError."""
+    output = system.run("systemctl", "show", f"--property={PROPERTIES}", UNIT)
+    return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
 
 
-def containerd_state(context: Context) -> list[object]:
-    """Return all that the result of `adapt_to_containerd` depends on, as JSON data. Starts no program."""
-    system = context.system
-    program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
-    # The note is about a process whose program file was replaced. While that process runs, specifications must suit the
-    # old program, which rejects additionalGids. After the process has ended, they may have additionalGids.
-    ended = bool(noted) and _identity(system, str(noted.get("running"))) != noted.get("identity")
-    return [program and _identity(system, program), ended]
-
-
-def _identity(system: System, path: str) -> list[object] | None:
-    try:
-        return list(system.identity(path))
-    except OSError:
-        # For a process that has just exited, the kernel may return EACCES.
-        return None
-
+# containerd's files.
 
 DUMP_MIGRATES = (2, 0, 6)
 """The first containerd 2 whose `config dump` prints the configuration that the daemon uses (see effective_config)."""
@@ -260,13 +210,14 @@ TOKENS = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 """Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A multi-line string may end in five quotation marks."""
+SAME_IN_GO = r"([^\[\]\\]|\[([A-Za-z0-9_.]|[A-Za-z0-9]-[A-Za-z0-9])+\])*"
+"""Matches the patterns that mean the same to fnmatch and to Go's filepath.Match, which negates with `[^` instead of
+`[!`, and has backslashes as escapes."""
 VENDOR, LOCAL = "/usr/", "/usr/local/"
 """Where packages have files that are not meant to be edited; and where, below that, administrators have theirs."""
 UNWRITABLE = (errno.EROFS, errno.EBUSY, errno.EPERM, errno.EACCES)
 """Errors for a file that cannot be replaced: it is on a read-only file system, is itself a mount, is immutable, or is
 on a network file system on which root has no rights."""
-# After an upgrade, a drop-in may still have an earlier header: it is rewritten only if its tables differ.
-HEADER = "# Written by unbounded-agent whenever containerd's other files change; edits here are overwritten.\n"
 
 
 def effective_config(system: System, main: str, version: tuple[int, ...]) -> Table:
@@ -324,29 +275,25 @@ def with_import(text: bytes, pattern: str) -> bytes:
     # Raises DocumentError if `imports` is not a list.
     imports(MAIN, document)
     document["imports"] = [*document["imports"], pattern]
-    try:
-        edited = _append_import(text.decode(), pattern).encode()
-        if parse(MAIN, edited) == document:
-            return edited
-        why = "the edit would change more than its imports"
-    # Any exception, because tomlkit raises exceptions of its own, and a file that containerd reads must stay intact.
-    except Exception as error:
-        why = str(error)
+    # Top-level keys come before the first table. tomlkit must not parse the rest: it rejects some orders of tables that
+    # containerd accepts.
+    head = _before_tables(text.decode())
+    why = f"{len(head)} characters precede its first table, but the agent edits at most {EDIT_LIMIT}"
+    if len(head) <= EDIT_LIMIT:
+        import tomlkit
+
+        try:
+            listing = tomlkit.parse(head)
+            listed: Any = listing["imports"]
+            listed.append(pattern)
+            edited = tomlkit.dumps(listing).encode() + text.removeprefix(head.encode())
+            if parse(MAIN, edited) == document:
+                return edited
+            why = "the edit would change more than its imports"
+        # Any exception: tomlkit raises exceptions of its own, and a file that containerd reads must stay intact.
+        except Exception as error:
+            why = str(error)
     raise DocumentError(f"{MAIN}: cannot be edited: {why}", f'add "{pattern}" to its list `imports`')
-
-
-def _append_import(text: str, pattern: str) -> str:
-    import tomlkit
-
-    # Top-level keys come before the first table. tomlkit must not parse the rest: it rejects some orders of
-    # tables that containerd accepts.
-    head = _before_tables(text)
-    if len(head) > EDIT_LIMIT:
-        raise DocumentError(f"{len(head)} characters precede its first table, but the agent edits at most {EDIT_LIMIT}")
-    listing = tomlkit.parse(head)
-    listed: Any = listing["imports"]
-    listed.append(pattern)
-    return tomlkit.dumps(listing) + text.removeprefix(head)
 
 
 def _before_tables(text: str) -> str:
@@ -393,9 +340,79 @@ def write(system: System, path: str, content: bytes, mode: int = 0o600) -> None:
         system.write(path, content, mode)
 
 
-RESTORED = "restored"
-"""Stands for the digest of the effective configuration in the note about the change of a killed run, after a later run
-has restored the files that it found."""
+def parsed_imports(path: str, content: bytes) -> tuple[str, ...]:
+    """Return a file's imports as absolute patterns. Raises DocumentError."""
+    patterns = imports(path, parse(path, content))
+    for pattern in patterns:
+        if "*" in pattern and not re.fullmatch(SAME_IN_GO, pattern):
+            raise DocumentError(
+                f"{path}: key imports: the agent cannot read the pattern {pattern} as containerd does",
+                "write it without a backslash, and with only letters, digits, dots and underscores in brackets",
+            )
+    return patterns
+
+
+def loaded_files(system: System, main: bytes, drop_in: str) -> dict[str, bytes]:
+    """Return the contents of the files that containerd imports, in the order of loading. Raises DocumentError, OSError.
+
+    The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
+    If an import covers the agent's drop-in, the result has the drop-in with empty content, whether it exists or not.
+    """
+    loaded: dict[str, bytes] = {}
+    pending = list(parsed_imports(MAIN, main))
+    while pending:
+        pattern = pending.pop(0)
+        matches = set(_glob(system, pattern)) if "*" in pattern else {pattern}
+        if covers(pattern, drop_in):
+            matches.add(drop_in)
+        for path in sorted(matches - {MAIN, *loaded}):
+            # The agent lists all imported files in a TOML file of its own, which can only have names in UTF-8.
+            if any("\udc80" <= character <= "\udcff" for character in path):
+                raise DocumentError(f"{path} is imported, but its name is not UTF-8", "rename it")
+            content = b"" if path == drop_in else read_optional(system, path)
+            if content is None:
+                raise DocumentError(f"{path} is imported, but does not exist", "create it, or remove its import")
+            loaded[path] = content
+            pending += parsed_imports(path, content)
+    return loaded
+
+
+def _glob(system: System, pattern: str) -> list[str]:
+    """Return the paths that match a pattern, as Go's filepath.Glob does; there may be none."""
+    paths = [""]
+    for part in pattern.split("/")[1:]:
+        wild = any(character in part for character in "*?[")
+        directories = [each for each in paths if system.is_directory(each or "/")]
+        names = {each: system.entries(each or "/") if wild else (part,) for each in directories}
+        paths = [
+            f"{each}/{name}" for each in directories for name in names[each] if not wild or fnmatchcase(name, part)
+        ]
+    return [path for path in paths if system.exists(path)]
+
+
+def _digest(content: bytes | None) -> str:
+    return "" if content is None else sha256(content)
+
+
+# The agent's change of containerd's configuration.
+
+CONFIGURED = ConditionType.RUNTIME_CONFIGURED
+BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
+# After an upgrade, a drop-in may still have an earlier header: it is rewritten only if its tables differ.
+HEADER = "# Written by unbounded-agent whenever containerd's other files change; edits here are overwritten.\n"
+SUFFIXES = (".toml", ".part")
+"""Suffixes that the agent's drop-in may have. Talos merges files whose names end in `.part`."""
+OTHER_RUNTIMES = (
+    "/run/k3s/containerd/containerd.sock",  # Also RKE2's.
+    "/run/k0s/containerd.sock",
+    "/var/snap/microk8s/common/run/containerd.sock",
+    "/run/crio/crio.sock",  # Also MicroShift's.
+    "/run/cri-dockerd.sock",
+)
+"""Sockets of runtimes that the agent does not configure. Other sockets may be those of a proxy before containerd."""
+CDI_ENABLED = true(
+    CONFIGURED, Reason.READ_BACK, "`containerd config dump` shows CDI enabled; these GPUs need nothing else"
+)
 
 
 class _Change(NamedTuple):
@@ -414,222 +431,24 @@ class _Change(NamedTuple):
     """The main file's import that covers the drop-in."""
 
 
-class _Result(NamedTuple):
-    """What came of a change."""
-
-    inputs: str
-    """The digest of what the result depends on; empty if it is unknown."""
-    faults: str
-    """What is wrong with the result; empty if it is right."""
-    refused: bool = False
-    """containerd refused its configuration."""
-    effective: str = ""
-    """The digest of the effective configuration; empty if containerd printed none."""
-
-
-def _write_and_read_back(
-    context: Context, vendor: MachineVendor, change: _Change, digest_inputs: Callable[[], str]
-) -> _Result:
-    """Write the files that differ, and return the result.
-
-    `digest_inputs` returns the digest of what the result depends on. It is called before the result is read back, so
-    that the next run notices if somebody changes the files after the call.
-
-    If the result is wrong or unknown, the files are restored. If it is wrong and restoring cannot help, because the
-    drop-in that this run found is faulty too, the drop-in is emptied if containerd may not even start with it. Raises
-    AgentError or OSError if the result is unknown, for example because of a full disk or a time limit.
-    """
-    notes, drop_in = context.notes, change.configuration.drop_in
-    noted, unchecked = notes.load(CHANGED), _change_was_interrupted(notes)
-    try:
-        result = _attempt(context, vendor, change, digest_inputs)
-    except (AgentError, OSError):
-        _restore(context, change, noted)
-        raise
-    if not result.faults:
-        if _change_was_interrupted(notes):
-            # The noted change is this run's, or that of an earlier run that was killed before it knew the result.
-            notes.save(CHANGED, {**notes.load(CHANGED), "effective": result.effective})
-        return result
-    _restore(context, change, noted)
-    done = [f"restored {', '.join(change.files)}"] if change.files else []
-    suspect = change.before[drop_in] is not None and (unchecked or result.refused)
-    written = any(content is not None for content in change.files.values())
-    if suspect and (not written or _is_refused(context, change.version)):
-        # The faulty drop-in was there before this run: either an earlier run was killed before it had checked its
-        # change, or containerd has changed since that check. containerd works without the drop-in (the baseline), but
-        # may not even start with it. The drop-in is emptied, not removed, because containerd does not start if a file
-        # that is imported by its path is missing.
-        put(context.system, {drop_in: HEADER.encode()})
-        notes.save(CHANGED, {})
-        done.append(f"emptied {drop_in}")
-    elif unchecked:
-        # Otherwise, each later run would try again.
-        notes.save(CHANGED, {**notes.load(CHANGED), "effective": RESTORED})
-    return result._replace(faults="; ".join([f"the drop-in does not work: {result.faults}", *done]))
-
-
-def _attempt(context: Context, vendor: MachineVendor, change: _Change, digest_inputs: Callable[[], str]) -> _Result:
-    """Make the changes, and read back the result. Raises AgentError or OSError if the result is unknown."""
-    notes, configuration, inputs = context.notes, change.configuration, ""
-    try:
-        # An earlier run may have been killed before its last write.
-        if change.files or notes.load(CHANGED).get("effective", "") is None:
-            context.owned.claim(configuration.drop_in)
-            # Noted before the first write: if this run is killed, later runs know that containerd must load the files.
-            _note_change(notes, written=False)
-            put(context.system, change.files)
-            # Noted again, with the present time: a containerd that started before the last write may have read only
-            # some of the new files.
-            _note_change(notes, written=True)
-        inputs = digest_inputs()
-        resulting = effective_config(context.system, MAIN, change.version)
-    except (ExitCodeError, DocumentError) as error:
-        return _Result(inputs, str(error), refused=isinstance(error, ExitCodeError))
-    _note_effective(notes, resulting)
-    default = context.handoff.default_runtime
-    found = containerd_tables.problems(configuration.dump, resulting, change.document, vendor.handler, default=default)
-    faults = "; ".join(found)
-    if faults and configuration.loaded_later:
-        later = ", ".join(configuration.loaded_later)
-        faults += f"; loaded after {configuration.drop_in}, and may override it: {later}"
-    if faults and (mixture := configuration.mixture(change.version)):
-        faults += f"; {mixture}"
-    # This digest leaves out the list of imports, which containerd 1.7 prints in a random order (a map in Go).
-    effective = sha256(json.dumps(resulting | {"imports": []}, sort_keys=True, default=str).encode())
-    return _Result(inputs, faults, effective=effective)
-
-
-def _restore(context: Context, change: _Change, noted: dict[str, Any]) -> None:
-    """Undo the changes in reverse order, and restore the note about the last change."""
-    put(context.system, {path: change.before[path] for path in reversed(change.files)})
-    context.notes.save(CHANGED, noted)
-
-
-def _is_refused(context: Context, version: tuple[int, ...]) -> bool:
-    """Return whether containerd refuses its configuration as it is now. Raises CommandError."""
-    try:
-        effective_config(context.system, MAIN, version)
-    except ExitCodeError:
-        return True
-    except DocumentError:
-        pass
-    return False
-
-
-def _digest(content: bytes | None) -> str:
-    return "" if content is None else sha256(content)
-
-
-SAME_IN_GO = r"([^\[\]\\]|\[([A-Za-z0-9_.]|[A-Za-z0-9]-[A-Za-z0-9])+\])*"
-"""Matches the patterns that mean the same to fnmatch and to Go's filepath.Match, which negates with `[^` instead of
-`[!`, and has backslashes as escapes."""
-
-
-def loaded_files(system: System, main: bytes, drop_in: str) -> dict[str, bytes]:
-    """Return the contents of the files that containerd imports, in the order of loading. Raises DocumentError, OSError.
-
-    The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
-    If an import covers the agent's drop-in, the result has the drop-in with empty content, whether it exists or not.
-    """
-    loaded: dict[str, bytes] = {}
-    pending = list(parsed_imports(MAIN, main))
-    while pending:
-        pattern = pending.pop(0)
-        matches = set(_glob(system, pattern)) if "*" in pattern else {pattern}
-        if covers(pattern, drop_in):
-            matches.add(drop_in)
-        for path in sorted(matches - {MAIN, *loaded}):
-            loaded[path] = b"" if path == drop_in else _load(system, path)
-            pending += parsed_imports(path, loaded[path])
-    return loaded
-
-
-def _load(system: System, path: str) -> bytes:
-    # The agent lists all imported files in a TOML file of its own (`_baseline`), and TOML can only have names in UTF-8.
-    if any("\udc80" <= character <= "\udcff" for character in path):
-        raise DocumentError(f"{path} is imported, but its name is not UTF-8", "rename it")
-    content = read_optional(system, path)
-    if content is None:
-        raise DocumentError(f"{path} is imported, but does not exist", "create it, or remove its import")
-    return content
-
-
-def _new_import(system: System, main: bytes, drop_in: str, own: Iterable[str]) -> str:
-    """Return the pattern by which the main file is to import the drop-in. Raises DocumentError or OSError.
-
-    The pattern is IMPORT if IMPORT covers the drop-in, and matches only the agent's drop-ins and files that containerd
-    already loads. `own` has the agent's other drop-ins. Otherwise, the pattern is the path of the drop-in with an
-    asterisk before the suffix. The plain path is not used, because containerd does not start if a file that is imported
-    by its plain path is missing.
-    """
-    loaded = loaded_files(system, main, drop_in)
-    if covers(IMPORT, drop_in) and not {*_glob(system, IMPORT)} - {drop_in, *own, *loaded}:
-        return IMPORT
-    stem, suffix = posixpath.splitext(drop_in)
-    return f"{stem}*{suffix}"
-
-
-def parsed_imports(path: str, content: bytes) -> tuple[str, ...]:
-    """Return a file's imports as absolute patterns. Raises DocumentError."""
-    patterns = imports(path, parse(path, content))
-    for pattern in patterns:
-        if "*" in pattern and not re.fullmatch(SAME_IN_GO, pattern):
-            raise DocumentError(
-                f"{path}: key imports: the agent cannot read the pattern {pattern} as containerd does",
-                "write it without a backslash, and with only letters, digits, dots and underscores in brackets",
-            )
-    return patterns
-
-
-def _glob(system: System, pattern: str) -> list[str]:
-    """Return the paths that match a pattern, as Go's filepath.Glob does; there may be none."""
-    paths = [""]
-    for part in pattern.split("/")[1:]:
-        wild = any(character in part for character in "*?[")
-        directories = [each for each in paths if system.is_directory(each or "/")]
-        names = {each: system.entries(each or "/") if wild else (part,) for each in directories}
-        paths = [
-            f"{each}/{name}" for each in directories for name in names[each] if not wild or fnmatchcase(name, part)
-        ]
-    return [path for path in paths if system.exists(path)]
-
-
-CONFIGURED = ConditionType.RUNTIME_CONFIGURED
-BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
-OTHER_RUNTIMES = (
-    "/run/k3s/containerd/containerd.sock",  # Also RKE2's.
-    "/run/k0s/containerd.sock",
-    "/var/snap/microk8s/common/run/containerd.sock",
-    "/run/crio/crio.sock",  # Also MicroShift's.
-    "/run/cri-dockerd.sock",
-)
-"""Sockets of runtimes that the agent does not configure. Other sockets may be those of a proxy before containerd."""
-CDI_ENABLED = true(
-    CONFIGURED, Reason.READ_BACK, "`containerd config dump` shows CDI enabled; these GPUs need nothing else"
-)
-
-
 def configure_runtime(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    """Configure containerd for a request, and return RuntimeConfigured."""
+    """Configure containerd for a request, and return RuntimeConfigured. Raises AgentError or OSError."""
     if not request.gpus:
         # The configuration stays: removing it would restart containerd now, and again when GPUs come back.
         return not_applicable(CONFIGURED, "no GPU is granted to this machine")
-    others = (machine_vendor(each.vendor) for each in context.handoff.requests if each.gpus)
+    others = (VENDORS.get(each.vendor) for each in context.handoff.requests if each.gpus)
     if vendor.handler is None and any(each and each.handler for each in others):
         return not_applicable(CONFIGURED, "the drop-in for another vendor's runtime also enables CDI")
     return configure_vendor(context, vendor)
 
 
 def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
-    """Configure containerd for a vendor's runtime, and return RuntimeConfigured.
-
-    If the vendor has no runtime, containerd is configured for CDI alone.
+    """Configure containerd for a vendor's runtime, or for CDI alone if it has none, and return RuntimeConfigured.
 
     Raises AgentError or OSError.
     """
     system, notes, handler = context.system, context.notes, vendor.handler
-    drop_in = context.handoff.containerd_drop_in or containerd_tables.drop_in_path(handler)
+    drop_in = context.handoff.containerd_drop_in or drop_in_path(handler)
     # Vendors without a runtime share one note.
     name = f"containerd-{vendor.name if handler else 'cdi'}"
     program = system.find_program("containerd") or ""
@@ -642,41 +461,51 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     state = _inputs_digest(context, program, vendor, drop_in)
     known = noted.get("problem") or notes.load(EFFECTIVE_NOTE)
     if noted.get("state") == state and not _change_was_interrupted(notes) and known:
-        return CDI_ENABLED if noted.get("by_others") else _condition(str(noted.get("problem", "")), drop_in)
-    former = _former_drop_ins(context, vendor, drop_in)
+        return CDI_ENABLED if noted.get("by_others") else _condition(str(noted["problem"]), drop_in)
+    # Former drop-ins must be removed. If only CDI is needed, those for vendors' runtimes stay, because their removal
+    # would restart containerd.
+    kept = {drop_in, *(() if handler else map(drop_in_path, _handlers()))}
+    former = [path for path in sorted(context.owned.paths) if path.endswith(SUFFIXES) and path not in kept]
     if handler is None and not former and _enabled_without_drop_in(context, drop_in, program):
         notes.save(name, {"state": state, "by_others": True})
         return CDI_ENABLED
     version = containerd_version(context, program)
     change = _planned_change(context, version, vendor, drop_in, former, str(noted.get("import", "")))
-    result = _write_and_read_back(context, vendor, change, lambda: _inputs_digest(context, program, vendor, drop_in))
-    if result.faults:
-        # The drop-in was restored or emptied.
-        kept = {"state": state, "problem": result.faults, "drop_in": _digest(read_optional(system, drop_in))}
-        notes.save(name, {**kept, "path": drop_in})
-        return _condition(result.faults, drop_in)
-    for path in former:
-        context.owned.remove(path)
-    if problem := _changed_by_others(noted, change):
-        record_repair(notes, Repair.CONTAINERD, problem)
-    content = change.files.get(drop_in, change.before[drop_in])
-    kept = {"state": result.inputs, "problem": "", "drop_in": _digest(content), "path": drop_in}
-    notes.save(name, {**kept, "import": change.pattern})
-    return _condition("", drop_in)
+    inputs, problem = _write_and_read_back(
+        context, vendor, change, lambda: _inputs_digest(context, program, vendor, drop_in)
+    )
+    if not problem:
+        for path in former:
+            context.owned.remove(path)
+        found = _digest(change.before[drop_in])
+        if noted.get("drop_in") and noted.get("path") == drop_in:
+            if drop_in in change.files and found != noted["drop_in"]:
+                what = f"somebody {'changed' if found else 'removed'} {drop_in}"
+                record_repair(notes, Repair.CONTAINERD, what)
+            elif MAIN in change.files:
+                record_repair(notes, Repair.CONTAINERD, f"somebody removed the import of {drop_in} from {MAIN}")
+    # If there is a problem, the files are as they were, or the drop-in was emptied.
+    own = {"drop_in": _digest(read_optional(system, drop_in)), "path": drop_in, "import": change.pattern}
+    notes.save(name, {"state": state if problem else inputs, "problem": problem, **own})
+    return _condition(problem, drop_in)
+
+
+def _condition(problem: str, drop_in: str) -> Condition:
+    if problem:
+        return false(CONFIGURED, Reason.READ_BACK_FAILED, problem)
+    message = f"`containerd config dump` shows what {drop_in} sets, and no other setting is lost"
+    return true(CONFIGURED, Reason.READ_BACK, message)
 
 
 def _obstacle(context: Context, handler: RuntimeHandler | None, program: str, drop_in: str) -> Condition | None:
     """Return RuntimeConfigured if this machine lacks something without which there is nothing to configure."""
     system = context.system
-    own = _noted_address(context.notes)
+    own = context.notes.load(EFFECTIVE_NOTE).get("address")
     sockets = [path for path in OTHER_RUNTIMES if path != own and system.exists(path)]
-    if sockets or not program:
-        # Imported here: few machines have another runtime.
-        from agent.system.kubelet_identity import other_runtime, program_with_kubelet
-
-        if other := other_runtime(system, sockets) or ("" if program else program_with_kubelet(system)):
-            hint = "which the agent does not configure: make the node with `unbounded-agent up` or kubeadm"
-            return false(CONFIGURED, Reason.UNSUPPORTED_DISTRIBUTION, f"{other}, {hint}")
+    other = other_runtime(system, sockets) if sockets or not program else ""
+    if other := other or ("" if program else program_with_kubelet(system)):
+        hint = "which the agent does not configure: make the node with `unbounded-agent up` or kubeadm"
+        return false(CONFIGURED, Reason.UNSUPPORTED_DISTRIBUTION, f"{other}, {hint}")
     if not program:
         return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
     if handler and not system.exists(handler.binary):
@@ -687,35 +516,43 @@ def _obstacle(context: Context, handler: RuntimeHandler | None, program: str, dr
     return None
 
 
-def _former_drop_ins(context: Context, vendor: MachineVendor, drop_in: str) -> tuple[str, ...]:
-    """Return earlier paths of the drop-in, where it must be removed.
+def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
+    """Set the agent's keys in the configuration file of the handler's program, and keep other keys.
 
-    If only CDI is needed, the drop-ins for vendors' runtimes stay, because their removal would restart containerd.
+    The file belongs to the program's package. The program reads it whenever a container starts, so no restart is
+    needed.
     """
-    kept = {drop_in} if vendor.handler else {drop_in, *map(containerd_tables.drop_in_path, _handlers())}
-    own = (path for path in context.owned.paths if path.endswith(containerd_tables.SUFFIXES))
-    return tuple(path for path in own if path not in kept)
+    system, notes = context.system, context.notes
+    name, settings = f"runtime-{vendor.name}", json.dumps(vendor.runtime_settings)
+    present, noted = read_optional(system, vendor.runtime_config), notes.load(name).get("edited")
+    if present is not None and noted == [settings, sha256(present)]:
+        return
+    text = (present or b"").decode(errors="surrogateescape")
+    content = vendor.edit_runtime_config(text).encode(errors="surrogateescape")
+    if content != present:
+        write(system, vendor.runtime_config, content, 0o644)
+        # If other settings are noted, the change is not a repair: an older agent had set other keys.
+        if noted and noted[0] == settings:
+            record_repair(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
+    notes.save(name, {"edited": [settings, sha256(content)]})
 
 
 def _handlers() -> list[RuntimeHandler]:
-    vendors = (machine_vendor(name) for name in VENDOR_NAMES)
-    return [vendor.handler for vendor in vendors if vendor and vendor.handler]
+    return [vendor.handler for vendor in VENDORS.values() if vendor.handler]
 
 
 def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bool:
     """Return whether CDI is enabled even without the agent's drop-in for CDI alone.
 
-    Return False without a check if there is a drop-in for CDI alone, and none for a vendor's runtime: the existing
-    drop-in is taken to be needed. Also return False if there is no main file. Otherwise, check containerd's effective
-    configuration. The agent's drop-in for a vendor's runtime may enable CDI there, because that drop-in stays when the
-    vendor's last GPU is withdrawn. containerd loads that drop-in after the one for CDI alone, so containerd 1.x ignores
-    the table in the one for CDI alone.
+    If there is a drop-in for CDI alone, and none for a vendor's runtime, the existing drop-in is taken to be needed.
+    The agent's drop-in for a vendor's runtime may enable CDI, because that drop-in stays when the vendor's last GPU is
+    withdrawn. containerd loads that drop-in after the one for CDI alone, so containerd 1.x ignores the table in the one
+    for CDI alone.
     """
     system, own = context.system, read_optional(context.system, drop_in)
     # The drop-in at a configured path may be a vendor's too, which its content shows.
     for_vendor = any(
-        context.owned.has(containerd_tables.drop_in_path(each)) or each.binary.encode() in (own or b"")
-        for each in _handlers()
+        context.owned.has(drop_in_path(each)) or each.binary.encode() in (own or b"") for each in _handlers()
     )
     if not system.exists(MAIN) or (own is not None and not for_vendor):
         return False
@@ -732,44 +569,18 @@ def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bo
     return not list(containerd_tables.cdi_problems(effective))
 
 
-def _condition(problem: str, drop_in: str) -> Condition:
-    if problem:
-        return false(CONFIGURED, Reason.READ_BACK_FAILED, problem)
-    message = f"`containerd config dump` shows what {drop_in} sets, and no other setting is lost"
-    return true(CONFIGURED, Reason.READ_BACK, message)
+def _inputs_digest(context: Context, program: str, vendor: MachineVendor, drop_in: str) -> str:
+    """Return a digest of everything that the result of `configure_vendor` depends on.
 
-
-def _changed_by_others(noted: Mapping[str, Any], change: _Change) -> str:
-    """Return what somebody changed in the agent's part of the configuration since it was noted; empty if nothing."""
-    drop_in = change.configuration.drop_in
-    found = _digest(change.before[drop_in])
-    if not noted.get("drop_in") or noted.get("path") != drop_in:
-        return ""
-    if drop_in in change.files and found != noted["drop_in"]:
-        return f"somebody {'changed' if found else 'removed'} {drop_in}"
-    return f"somebody removed the import of {drop_in} from {MAIN}" if MAIN in change.files else ""
-
-
-def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
-    """Set the agent's keys in the configuration file of the handler's program, and keep other keys.
-
-    The file belongs to the program's package. The program reads it whenever a container starts, so no restart is
-    needed.
+    That is containerd's program, all files that it loads, the vendor's handler and the default runtime.
     """
-    system, notes = context.system, context.notes
-    name, settings = f"runtime-{vendor.name}", json.dumps(vendor.runtime_settings)
-    present, noted = read_optional(system, vendor.runtime_config), notes.load(name).get("edited")
-    if present is not None and noted == [settings, sha256(present)]:
-        return
-    text = (present or b"").decode(errors="surrogateescape")
-    edited = vendor.edit_runtime_config(text)
-    content = edited.encode(errors="surrogateescape")
-    if content != present:
-        write(system, vendor.runtime_config, content, 0o644)
-        # If other settings are noted, the change is not a repair: an older agent had set other keys.
-        if noted and noted[0] == settings:
-            record_repair(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
-    notes.save(name, {"edited": [settings, sha256(content)]})
+    system, default = context.system, context.handoff.default_runtime
+    parts = [json.dumps([system.identity(program), vendor.handler, default]).encode()]
+    main, own = read_optional(system, MAIN), read_optional(system, drop_in)
+    files = {**loaded_files(system, main or b"", drop_in), MAIN: main, drop_in: own}
+    for path, content in files.items():
+        parts += [f"\0{path}\0".encode(), b"\0absent" if content is None else content]
+    return sha256(b"".join(parts))
 
 
 def _planned_change(
@@ -777,7 +588,7 @@ def _planned_change(
     version: tuple[int, ...],
     vendor: MachineVendor,
     drop_in: str,
-    former: tuple[str, ...],
+    former: list[str],
     noted_import: str,
 ) -> _Change:
     """Return the change that makes containerd load the agent's tables. Raises AgentError or OSError.
@@ -794,24 +605,30 @@ def _planned_change(
     pattern = next((each for each in imports(MAIN, main) if covers(each, drop_in)), "")
     if not pattern:
         # Somebody may have removed the import that is noted. That import may have loaded other files too, so the same
-        # pattern is used again if it covers the drop-in.
-        known = "*" in noted_import and covers(noted_import, drop_in)
-        pattern = noted_import if known else _new_import(system, text, drop_in, former)
+        # pattern is used again if it covers the drop-in. Otherwise it is IMPORT, if that matches only the agent's
+        # drop-ins and files that containerd already loads. Otherwise, it is the path with an asterisk: containerd does
+        # not start if a file that is imported by its plain path is missing.
+        stem, suffix = posixpath.splitext(drop_in)
+        pattern = f"{stem}*{suffix}"
+        if "*" in noted_import and covers(noted_import, drop_in):
+            pattern = noted_import
+        elif covers(IMPORT, drop_in):
+            known = {drop_in, *former, *loaded_files(system, text, drop_in)}
+            pattern = pattern if {*_glob(system, IMPORT)} - known else IMPORT
         text = with_import(text, pattern)
     loaded = {path: parse(path, content) for path, content in loaded_files(system, text, drop_in).items()}
     # Without the former drop-ins, which will be removed.
     order = [path for path in loaded if path not in former]
     later = tuple(order[order.index(drop_in) + 1 :])
-    others = {path: loaded[path] for path in order if path != drop_in}
-    configuration = Configuration(parse(MAIN, text), others, {}, later, drop_in)
+    documents = {MAIN: parse(MAIN, text), **{path: loaded[path] for path in order if path != drop_in}}
+    configuration = Configuration(documents, {}, later, drop_in)
     configuration = configuration._replace(dump=_baseline(system, configuration, version))
     document = containerd_tables.render(configuration, version, vendor.handler, default=context.handoff.default_runtime)
-    try:
-        same = before[drop_in] is not None and parse(drop_in, before[drop_in] or b"") == document
-    except AgentError:
-        # The drop-in is no longer TOML.
-        same = False
-    files: dict[str, bytes | None] = {} if same else {drop_in: render_toml(document, HEADER)}
+    files: dict[str, bytes | None] = {drop_in: render_toml(document, HEADER)}
+    # The drop-in may no longer be TOML.
+    with contextlib.suppress(AgentError):
+        if before[drop_in] is not None and parse(drop_in, before[drop_in] or b"") == document:
+            files = {}
     if text != before[MAIN]:
         files[MAIN] = text
     # Former drop-ins are removed last, so that a containerd that starts meanwhile has the handler from one of them.
@@ -824,8 +641,8 @@ def _baseline(system: System, configuration: Configuration, version: tuple[int, 
 
     Raises DocumentError if containerd refuses them; also CommandError and OSError.
     """
-    imported = list(configuration.imported)
-    system.write(BASELINE, render_toml(configuration.main | {"imports": imported}), 0o600)
+    main, *imported = configuration.documents
+    system.write(BASELINE, render_toml(configuration.documents[main] | {"imports": imported}), 0o600)
     try:
         return effective_config(system, BASELINE, version)
     except ExitCodeError as error:
@@ -836,32 +653,119 @@ def _baseline(system: System, configuration: Configuration, version: tuple[int, 
         ) from error
 
 
-def _inputs_digest(context: Context, program: str, vendor: MachineVendor, drop_in: str) -> str:
-    """Return a digest of everything that the result of `configure_vendor` depends on.
+def _write_and_read_back(
+    context: Context, vendor: MachineVendor, change: _Change, digest_inputs: Callable[[], str]
+) -> tuple[str, str]:
+    """Write the files that differ. Return a digest of what the result depends on, and what is wrong with the result.
 
-    That is containerd's program, all files that it loads, the vendor's handler and the default runtime.
+    `digest_inputs` returns that digest. It is called before the result is read back, so that the next run notices if
+    somebody changes the files after the call.
+
+    If the result is wrong or unknown, the files are restored. If it is wrong and restoring cannot help, because the
+    drop-in that this run found is faulty too, the drop-in is emptied if containerd may not even start with it. Raises
+    AgentError or OSError if the result is unknown, for example because of a full disk or a time limit.
     """
-    system, default = context.system, context.handoff.default_runtime
-    parts = [json.dumps([system.identity(program), vendor.handler, default]).encode()]
-    main, own = read_optional(system, MAIN), read_optional(system, drop_in)
-    loaded = loaded_files(system, main or b"", drop_in)
-    others = {path: content for path, content in loaded.items() if path != drop_in}
-    for path, content in {MAIN: main, drop_in: own, **others}.items():
-        parts += [f"\0{path}\0".encode(), b"\0absent" if content is None else content]
-    return sha256(b"".join(parts))
+    system, notes, drop_in = context.system, context.notes, change.configuration.drop_in
+    noted, unchecked = notes.load(CHANGED), _change_was_interrupted(notes)
+    inputs, refused, effective = "", False, Table()
+    try:
+        # An earlier run may have been killed before its last write.
+        if change.files or noted.get("effective", "") is None:
+            context.owned.claim(drop_in)
+            # Noted before the first write: if this run is killed, later runs know that containerd must load the files.
+            # Noted again after the last: a containerd that started before it may have read only some of the new files.
+            notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": None})
+            put(system, change.files)
+            notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": ""})
+        inputs = digest_inputs()
+        effective = effective_config(system, MAIN, change.version)
+        _note_effective(notes, effective)
+        problem = _problem(context, vendor, change, effective)
+    except (ExitCodeError, DocumentError) as error:
+        problem, refused = str(error), isinstance(error, ExitCodeError)
+    except (AgentError, OSError):
+        _restore(context, change, noted)
+        raise
+    if not problem:
+        if _change_was_interrupted(notes):
+            # The noted change is this run's, or that of an earlier run that was killed before it knew the result. The
+            # digest leaves out the list of imports, which containerd 1.7 prints in a random order (a map in Go).
+            content = json.dumps(effective | {"imports": []}, sort_keys=True, default=str)
+            notes.save(CHANGED, {**notes.load(CHANGED), "effective": sha256(content.encode())})
+        return inputs, ""
+    _restore(context, change, noted)
+    done = [f"restored {', '.join(change.files)}"] if change.files else []
+    suspect = change.before[drop_in] is not None and (unchecked or refused)
+    written = any(content is not None for content in change.files.values())
+    if suspect and (not written or _is_refused(system, change.version)):
+        # The faulty drop-in was there before this run: either an earlier run was killed before it had checked its
+        # change, or containerd has changed since that check. containerd works without the drop-in (the baseline), but
+        # may not even start with it. The drop-in is emptied, not removed, because containerd does not start if a file
+        # that is imported by its path is missing.
+        put(system, {drop_in: HEADER.encode()})
+        notes.save(CHANGED, {})
+        done.append(f"emptied {drop_in}")
+    elif unchecked:
+        # Otherwise, each later run would try again.
+        notes.save(CHANGED, {**notes.load(CHANGED), "effective": RESTORED})
+    return inputs, "; ".join([f"the drop-in does not work: {problem}", *done])
 
 
-VERSION_NOTE = "containerd-version"
+def _change_was_interrupted(notes: Notes) -> bool:
+    """Return whether a run began to change containerd's configuration, but was killed before it checked the result."""
+    changed = notes.load(CHANGED)
+    return bool(changed) and not changed.get("effective")
+
+
+def _note_effective(notes: Notes, effective: Table) -> None:
+    listed = cri_of(effective).get("cdi_spec_dirs")
+    directories = [str(each) for each in listed[:DIRECTORIES_NOTED]] if isinstance(listed, list) else []
+    # Version 4 of the format has the socket in a table of its own (serviceMigrate in containerd's config.go).
+    server = at(effective, "plugins", "io.containerd.server.v1.grpc") or at(effective, "grpc")
+    # Without the note, the configuration is read back again.
+    with contextlib.suppress(OSError):
+        notes.save(EFFECTIVE_NOTE, {"directories": directories, "address": str(server.get("address", ""))})
+
+
+def _problem(context: Context, vendor: MachineVendor, change: _Change, effective: Table) -> str:
+    """Return what is wrong with the effective configuration after the change; empty if nothing is."""
+    configuration, default = change.configuration, context.handoff.default_runtime
+    found = containerd_tables.problems(configuration.dump, effective, change.document, vendor.handler, default=default)
+    problem = "; ".join(found)
+    if problem and configuration.loaded_later:
+        later = ", ".join(configuration.loaded_later)
+        problem += f"; loaded after {configuration.drop_in}, and may override it: {later}"
+    return problem + configuration.mixture(change.version) if problem else ""
+
+
+def _restore(context: Context, change: _Change, noted: dict[str, Any]) -> None:
+    """Undo the changes in reverse order, and restore the note about the last change."""
+    put(context.system, {path: change.before[path] for path in reversed(change.files)})
+    context.notes.save(CHANGED, noted)
+
+
+def _is_refused(system: System, version: tuple[int, ...]) -> bool:
+    """Return whether containerd refuses its configuration as it is now. Raises CommandError."""
+    try:
+        with contextlib.suppress(DocumentError):
+            effective_config(system, MAIN, version)
+    except ExitCodeError:
+        return True
+    return False
+
+
+# What containerd accepts in CDI specifications.
+
 GROUPS_SINCE = (1, 7, 16)
 """The first containerd with version 0.7 of CDI's library. An older containerd ignores every specification with the key
 additionalGids, which version 0.7.0 of the format added."""
 
 
 def containerd_version(context: Context, program: str) -> tuple[int, ...]:
-    """Return containerd's version.
+    """Return containerd's version. Raises CommandError, DocumentError or OSError.
 
     The result is noted, so `containerd --version` runs again only after the program has changed or the machine has
-    booted, or if no version was found. Raises CommandError, DocumentError or OSError.
+    booted, or if no version was found.
     """
     system, notes = context.system, context.notes
     identity, noted = list(system.identity(program)), notes.load(VERSION_NOTE)
@@ -872,14 +776,20 @@ def containerd_version(context: Context, program: str) -> tuple[int, ...]:
     return version
 
 
+def containerd_state(context: Context) -> list[object]:
+    """Return all that the result of `adapt_to_containerd` depends on, as JSON data. Starts no program."""
+    system = context.system
+    program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
+    # While a process runs whose program file was replaced, specifications must suit the old program.
+    ended = bool(noted) and _identity(system, str(noted.get("running"))) != noted.get("identity")
+    return [program and _identity(system, program), ended]
+
+
 def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[str, ...]]:
     """Return a CDI specification in a form that this machine's containerd accepts, and a remark if it was changed.
 
     Raises CommandError or OSError.
     """
-    # Imported here: most runs generate nothing.
-    from agent.vendors.cdi import without_groups
-
     groupless = without_groups(spec)
     if groupless == spec or not (version := _version_without_groups(context)):
         return spec, ()
@@ -904,16 +814,22 @@ def _version_without_groups(context: Context) -> str:
     with contextlib.suppress(DocumentError):
         if (version := containerd_version(context, program)) < GROUPS_SINCE:
             return dotted(version)
-    # This link leads to the running program, even if its file was removed (proc(5)).
-    running = f"/proc/{unit_properties(context).get('MainPID', '0')}/exe"
+    # This link leads to the running program, even if its file was removed (proc(5)). The process may be another
+    # program, such as a shell that waits for containerd. That must not be run.
+    running = f"/proc/{unit_properties(system).get('MainPID', '0')}/exe"
     identity = _identity(system, running)
-    if identity in (None, _identity(system, program)):
-        return ""
-    # The process may be another program, such as a shell that waits for containerd. It must not be run.
-    if not posixpath.basename(system.read_link(running) or "").startswith("containerd"):
-        return ""
-    with contextlib.suppress(DocumentError):
-        if (version := parse_version(system.run(running, "--version"))) < GROUPS_SINCE:
-            context.notes.save(REPLACED, {"running": running, "identity": identity})
-            return f"{dotted(version)} (it is still running: restart {UNIT})"
+    named = posixpath.basename(system.read_link(running) or "").startswith("containerd")
+    if identity not in (None, _identity(system, program)) and named:
+        with contextlib.suppress(DocumentError):
+            if (version := parse_version(system.run(running, "--version"))) < GROUPS_SINCE:
+                context.notes.save(REPLACED, {"running": running, "identity": identity})
+                return f"{dotted(version)} (it is still running: restart {UNIT})"
     return ""
+
+
+def _identity(system: System, path: str) -> list[object] | None:
+    try:
+        return list(system.identity(path))
+    except OSError:
+        # For a process that has just exited, the kernel may return EACCES.
+        return None

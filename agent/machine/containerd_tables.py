@@ -1,15 +1,16 @@
-"""Reads containerd's files in the format versions that containerd takes them for. Pure.
+"""Reads containerd's files as containerd does, makes the tables by which pods get CDI devices, and checks them. Pure.
 
-A file names the version of its format. Format version 2 has one table for the CRI plugin; version 3 has two, of which
-only that of the runtime is used here. Up to containerd 2.2, all files together have one version: containerd merges them
-first, and the version of the last file that names one counts. If it is 3, tables of version 2 are ignored in all files.
-If it is 2, the keys of their table are added to those of the newer table, unless it has them already. (Seen with 2.1.9;
-LoadConfig in cmd/containerd/server/config, configMigration in plugins/cri/runtime.)
+The tables are described in containerd's docs/cri/config.md. A file names the version of its format. Format version 2
+has one table for the CRI plugin; version 3 has two, of which only that of the runtime is used here. Up to containerd
+2.2, all files together have one version: containerd merges them first, and the version of the last file that names one
+counts. If it is 3, tables of version 2 are ignored in all files. If it is 2, the keys of their table are added to those
+of the newer table, unless it has them already. (Seen with 2.1.9; LoadConfig in cmd/containerd/server/config,
+configMigration in plugins/cri/runtime.)
 """
 
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -18,25 +19,32 @@ from agent.model.paths import CDI_DIRECTORIES
 from agent.model.text import dotted
 from agent.vendors.machine_vendor import RuntimeHandler
 
-# Reads, copies and merges nested tables of TOML documents. Pure.
-
-
 Table = dict[str, Any]
 
+MAIN = "/etc/containerd/config.toml"
+CONF_D = "/etc/containerd/conf.d"
+IMPORT = f"{CONF_D}/*.toml"
+"""The import in containerd 2.2's default configuration. Unlike a plain path, a pattern may match no file."""
+CRI_2 = "io.containerd.grpc.v1.cri"
+CRI_3 = "io.containerd.cri.v1.runtime"
+SHIM = "io.containerd.runc.v2"
+OLDEST = (1, 7, 0)
+"""The first version of containerd whose CRI plugin supports CDI."""
+MERGES_DEEPLY = (2, 0, 0)
+"""The first containerd that merges the files' tables. Before, a plugin has only the table of the last file with one."""
+MIGRATES_EACH_FILE = (2, 3, 0)
+"""The first containerd that migrates each file before it merges the files, so they may have different versions."""
 
-def merge(into: Table, table: Table) -> None:
-    """Add a copy of `table` to `into`: tables are merged, and other values are replaced."""
+
+def merge(into: Table, table: Table) -> Table:
+    """Add a copy of `table` to `into`, and return that: tables are merged, and other values are replaced."""
     for key, value in table.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            merge(into[key], value)
+        if isinstance(value, dict):
+            held = into.get(key)
+            into[key] = merge(held if isinstance(held, dict) else {}, value)
         else:
-            into[key] = copy_of(value)
-
-
-def copy_of(value: Any) -> Any:  # noqa: ANN401 - a value of any type in a table
-    import copy  # Here, because it loads weakref and warnings, and most runs change no table.
-
-    return copy.deepcopy(value)
+            into[key] = value
+    return into
 
 
 def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
@@ -55,32 +63,16 @@ def at(document: object, *names: str) -> Table:
     return document if isinstance(document, dict) else {}
 
 
-MAIN = "/etc/containerd/config.toml"
-CRI_2 = "io.containerd.grpc.v1.cri"
-CRI_3 = "io.containerd.cri.v1.runtime"
-MERGES_DEEPLY = (2, 0, 0)
-"""The first containerd that merges the files' tables. Before, a plugin has only the table of the last file with one."""
-MIGRATES_EACH_FILE = (2, 3, 0)
-"""The first containerd that migrates each file before it merges the files, so they may have different versions."""
-
-
 class Configuration(NamedTuple):
     """containerd's configuration without the agent's drop-in."""
 
-    main: Table
-    imported: Mapping[str, Table]
-    """The imported files by path, in the order of loading."""
+    documents: dict[str, Table]
+    """The main file, and the files that it imports, by path, in the order of loading."""
     dump: Table
     """The output of `containerd config dump` for these files, with all defaults."""
     loaded_later: tuple[str, ...] = ()
-    """The imported files that are loaded after the agent's drop-in."""
+    """The files that are loaded after the agent's drop-in."""
     drop_in: str = ""
-    """The path of the agent's drop-in."""
-
-    @property
-    def documents(self) -> dict[str, Table]:
-        """Return all files by path, in the order of loading."""
-        return {MAIN: self.main, **self.imported}
 
     def version(self, containerd: tuple[int, ...]) -> int:
         """Return the format version of the drop-in, on which the names of its tables depend.
@@ -92,10 +84,11 @@ class Configuration(NamedTuple):
         For a containerd that takes all files for the version of the last one, it is that version: then the drop-in does
         not change how containerd reads the other files.
         """
-        value = self.main.get("version", 1 if "plugins" in self.main else None)
-        versions = self.versions()
+        main = self.documents[MAIN]
+        value = main.get("version", 1 if "plugins" in main else None)
         if value is not None and (not isinstance(value, int) or value < 2):
             return value if isinstance(value, int) else 1
+        versions = self.versions()
         if MERGES_DEEPLY <= containerd < MIGRATES_EACH_FILE:
             return next(reversed(versions.values()), new_version(containerd))
         return value or max(versions.values(), default=new_version(containerd))
@@ -111,12 +104,11 @@ class Configuration(NamedTuple):
         containerd 2.3 refuses such files, but does not name them.
         """
         versions = self.versions()
-        if containerd < MIGRATES_EACH_FILE or MAIN not in versions:
+        own = versions.get(MAIN)
+        if containerd < MIGRATES_EACH_FILE or own is None:
             return ""
-        newer = [f"{path} has version {each}" for path, each in versions.items() if each > versions[MAIN]]
-        return (
-            f"; {', '.join(newer)}, and {MAIN} has version {versions[MAIN]}: write them in one version" if newer else ""
-        )
+        newer = [f"{path} has version {each}" for path, each in versions.items() if each > own]
+        return f"; {', '.join(newer)}, and {MAIN} has version {own}: write them in one version" if newer else ""
 
     def mixture(self, containerd: tuple[int, ...]) -> str:
         """Return why files are not read as they are written, and what to do; empty if this containerd reads them so."""
@@ -126,9 +118,34 @@ class Configuration(NamedTuple):
         *_, (last, version) = versions.items()
         others = ", ".join(f"{path} has version {each}" for path, each in versions.items() if each != version)
         return (
-            f"containerd {dotted(containerd)} reads all its files as version {version}, that of {last}, but {others}: "
-            f"write these files in one version, or install containerd {dotted(MIGRATES_EACH_FILE)} or newer"
+            f"; containerd {dotted(containerd)} reads all its files as version {version}, that of {last}, but "
+            f"{others}: write these files in one version, or install containerd {dotted(MIGRATES_EACH_FILE)} or newer"
         )
+
+    def merged(self, *names: str) -> Table:
+        """Return the merged tables of plugins from all files."""
+        merged: Table = {}
+        for document in self.documents.values():
+            for name in names:
+                merge(merged, at(document, "plugins", name))
+        return merged
+
+    def cri(self, containerd: tuple[int, ...], version: int) -> Table:
+        """Return the CRI table that results from all files, which containerd takes for this format version."""
+        if containerd < MERGES_DEEPLY:
+            tables = (at(each, "plugins", cri_table(version)) for each in reversed(self.documents.values()))
+            return next((each for each in tables if each), {})
+        if containerd < MIGRATES_EACH_FILE:
+            newer = self.merged(CRI_3)
+            return newer if version > 2 else self.merged(CRI_2) | newer
+        merged: Table = {}
+        for document in self.documents.values():
+            # In a file older than version 4, both tables count: migration to version 4 adds the keys of CRI_2 to those
+            # of CRI_3, and a key of CRI_3 wins (configMigration in containerd's plugins/cri/runtime).
+            value = document.get("version", 1)
+            for name in (CRI_3,) if isinstance(value, int) and value > 3 else (CRI_2, CRI_3):
+                merge(merged, at(document, "plugins", name))
+        return merged
 
 
 def new_version(containerd: tuple[int, ...]) -> int:
@@ -141,66 +158,9 @@ def cri_table(version: int) -> str:
     return CRI_2 if version < 3 else CRI_3
 
 
-def combined_cri_table(configuration: Configuration, containerd: tuple[int, ...], version: int) -> Table:
-    """Return the CRI table that results from all files, which containerd takes for this format version.
-
-    In containerd 1.x, this is the table of the last file that has one; otherwise the files' tables are merged.
-    """
-    documents, name = tuple(configuration.documents.values()), cri_table(version)
-    if containerd < MERGES_DEEPLY:
-        return next((table for each in reversed(documents) if (table := at(each, "plugins", name))), {})
-    if containerd < MIGRATES_EACH_FILE:
-        newer = _merged(documents, CRI_3)
-        return newer if version > 2 else _merged(documents, CRI_2) | newer
-    merged: Table = {}
-    for document in documents:
-        for each in _cri_tables(document):
-            merge(merged, at(document, "plugins", each))
-    return merged
-
-
-def drop_in_tables(configuration: Configuration, containerd: tuple[int, ...], version: int, table: Table) -> Table:
-    """Return the drop-in's tables of plugins, by name. `table` has its keys for the CRI plugin."""
-    name = cri_table(version)
-    if name == CRI_3 or not MERGES_DEEPLY <= containerd < MIGRATES_EACH_FILE:
-        return {name: table}
-    # In each table, a key of CRI_2 counts only if no file has this key in CRI_3.
-    newer = _merged(tuple(configuration.documents.values()), CRI_3)
-    parts: dict[str, Table] = {CRI_2: {}, CRI_3: {}}
-    for key, value in table.items():
-        parts[CRI_3 if key in newer else CRI_2][key] = value
-    return {each: part for each, part in parts.items() if part}
-
-
-def _merged(documents: tuple[Table, ...], name: str) -> Table:
-    merged: Table = {}
-    for document in documents:
-        merge(merged, at(document, "plugins", name))
-    return merged
-
-
-def _cri_tables(document: Table) -> tuple[str, ...]:
-    """Return the names of the CRI tables that count in one file, for a containerd that migrates each file."""
-    value = document.get("version", 1)
-    # In an older file, both tables count: migration to version 4 adds the keys of CRI_2 to those of CRI_3, and a key of
-    # CRI_3 wins (configMigration in containerd's plugins/cri/runtime).
-    return (CRI_3,) if isinstance(value, int) and value > 3 else (CRI_2, CRI_3)
-
-
-# Makes the tables of containerd's configuration by which pods get CDI devices, and checks the result. Pure.
-#
-# The tables are described in containerd's docs/cri/config.md.
-
-
-CONF_D = "/etc/containerd/conf.d"
-IMPORT = f"{CONF_D}/*.toml"
-"""The import in containerd 2.2's default configuration. Unlike a plain path, a pattern may match no file."""
-SUFFIXES = (".toml", ".part")
-"""Suffixes that the agent's drop-in may have. Talos merges files whose names end in `.part`."""
-
-SHIM = "io.containerd.runc.v2"
-OLDEST = (1, 7, 0)
-"""The first version of containerd whose CRI plugin supports CDI."""
+def cri_of(dump: Table) -> Table:
+    """Return the CRI table of a dump. containerd 2 prints version 3, whatever version the files have."""
+    return at(dump, "plugins", CRI_3) or at(dump, "plugins", CRI_2)
 
 
 def drop_in_path(handler: RuntimeHandler | None) -> str:
@@ -268,85 +228,31 @@ def render(
                 f"{path} disables containerd's CRI plugin, so no kubelet can use it",
                 "remove cri from disabled_plugins",
             )
-    # For each plugin, containerd 1.x uses only the table of the last file that has one; 2.0 merges the tables deeply.
-    last_file_wins = containerd < (2, 0, 0)
-    later = [
-        path for path in configuration.loaded_later if at(configuration.imported[path], "plugins", cri_table(version))
-    ]
-    if last_file_wins and later:
-        raise AgentError(
-            f"{configuration.drop_in} is loaded before {', '.join(later)}, which would replace its table",
-            "import that file earlier, under a name that sorts before the drop-in's, or move its settings into the "
-            "main file",
-        )
-    effective = combined_cri_table(configuration, containerd, version)
-    table = copy_of(effective) if last_file_wins else {}
-    if last_file_wins:
+    name, table = cri_table(version), Table()
+    effective = configuration.cri(containerd, version)
+    if containerd < MERGES_DEEPLY:
+        # For each plugin, containerd 1.x uses only the table of the last file that has one.
+        later = [path for path in configuration.loaded_later if at(configuration.documents[path], "plugins", name)]
+        if later:
+            raise AgentError(
+                f"{configuration.drop_in} is loaded before {', '.join(later)}, which would replace its table",
+                "import that file earlier, under a name that sorts before the drop-in's, or move its settings into the "
+                "main file",
+            )
         # A table with any runtime also replaces containerd's default runtimes, so these are copied into it.
-        for name, runtime in at(cri_of(configuration.dump), "containerd", "runtimes").items():
-            table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, copy_of(runtime))
-        effective = copy_of(table)
+        runtimes = at(cri_of(configuration.dump), "containerd", "runtimes")
+        if runtimes:
+            merge(table, {"containerd": {"runtimes": runtimes | at(effective, "containerd", "runtimes")}})
+        effective = merge(merge({}, effective), table)
+        table = merge({}, effective)
     _add_settings(table, effective, version, handler, default=default)
-    return {"version": version, "plugins": drop_in_tables(configuration, containerd, version, table)}
-
-
-def problems(
-    before: Table, after: Table, drop_in: Table, handler: RuntimeHandler | None, *, default: bool
-) -> Iterator[str]:
-    """Yield what is wrong with the drop-in.
-
-    `before` is containerd's dump without the drop-in, and `after` is the dump with it.
-    """
-    settings = dict(leaves(after.get("plugins", {})))
-    for path, value in leaves(before.get("plugins", {})):
-        if _is_set_by_drop_in(path, handler):
-            continue
-        if path not in settings:
-            yield f"setting {'.'.join(path)} is lost"
-        elif settings[path] != value:
-            # Without the values: they may be passwords of registries, and this message is shown on the Node.
-            yield f"setting {'.'.join(path)} is changed"
-    if handler:
-        yield from _handler_problems(before, after, drop_in, handler)
-    kept = cri_of(after).get("cdi_spec_dirs", ())
-    if lost := [str(each) for each in cri_of(before).get("cdi_spec_dirs", ()) if each not in kept]:
-        yield f"cdi_spec_dirs no longer contains {', '.join(lost)}"
-    yield from cdi_problems(after)
-    if handler and default and at(cri_of(after), "containerd").get("default_runtime_name") != handler.name:
-        yield f"default_runtime_name is not {handler.name}"
-
-
-def _handler_problems(before: Table, after: Table, drop_in: Table, handler: RuntimeHandler) -> Iterator[str]:
-    runtime = at(cri_of(after), "containerd", "runtimes", handler.name)
-    if at(runtime, "options").get("BinaryName") != handler.binary:
-        yield f"runtime {handler.name} does not run {handler.binary}"
-    # The result is compared with the base runtime in `before`. It is not compared with the drop-in, because that may
-    # have keys that containerd does not know, and so does not print.
-    actual, base = dict(leaves(runtime)), dict(leaves(_base_runtime(cri_of(before), handler)))
-    added = at(drop_in, "plugins", CRI_2) | at(drop_in, "plugins", CRI_3)
-    for path, _ in leaves(at(added, "containerd", "runtimes", handler.name)):
-        ours = _is_set_by_drop_in((handler.name, *path), handler)
-        if path in base and not ours and actual.get(path) != base[path]:
-            yield f"runtime {handler.name} does not have {'.'.join(path)} as configured"
-
-
-def _is_set_by_drop_in(path: tuple[str, ...], handler: RuntimeHandler | None) -> bool:
-    """Return whether the drop-in may set this key, whatever its value was before."""
-    if path[-1] in {"enable_cdi", "cdi_spec_dirs", "default_runtime_name"}:
-        return True
-    return handler is not None and (
-        path[-2:] == (handler.name, "runtime_type") or path[-3:] == (handler.name, "options", "BinaryName")
-    )
-
-
-def cdi_problems(dump: Table) -> Iterator[str]:
-    """Yield what keeps pods from getting CDI devices, according to `containerd config dump`."""
-    cri = cri_of(dump)
-    if not cri.get("enable_cdi", dump.get("version", 0) >= 3):
-        yield "enable_cdi is not true"
-    missing = [each for each in CDI_DIRECTORIES if each not in cri.get("cdi_spec_dirs", ())]
-    if missing:
-        yield f"cdi_spec_dirs does not contain {', '.join(missing)}"
+    tables = {name: table}
+    if name == CRI_2 and MERGES_DEEPLY <= containerd < MIGRATES_EACH_FILE:
+        # In each table, a key of CRI_2 counts only if no file has this key in CRI_3.
+        newer = configuration.merged(CRI_3)
+        parts = {CRI_2: table.keys() - newer.keys(), CRI_3: table.keys() & newer.keys()}
+        tables = {each: {key: table[key] for key in table if key in keys} for each, keys in parts.items() if keys}
+    return {"version": version, "plugins": tables}
 
 
 def _add_settings(
@@ -366,8 +272,7 @@ def _add_settings(
     containerd = table.setdefault("containerd", {})
     if default:
         containerd["default_runtime_name"] = handler.name
-    runtime = copy_of(_base_runtime(effective, handler))
-    runtime["runtime_type"] = SHIM
+    runtime = merge({}, _base_runtime(effective, handler)) | {"runtime_type": SHIM}
     runtime["options"] = at(runtime, "options") | {"BinaryName": handler.binary}
     containerd.setdefault("runtimes", {})[handler.name] = runtime
 
@@ -387,7 +292,52 @@ def _base_runtime(effective: Table, handler: RuntimeHandler) -> Table:
     return at(runtimes, handler.name) or usable or at(runtimes, "runc")
 
 
-def cri_of(dump: Table) -> Table:
-    """Return the CRI table of a dump. containerd 2 prints version 3, whatever version the files have."""
-    plugins = dump.get("plugins", {})
-    return at(plugins, CRI_3) or at(plugins, CRI_2)
+def problems(
+    before: Table, after: Table, drop_in: Table, handler: RuntimeHandler | None, *, default: bool
+) -> Iterable[str]:
+    """Yield what is wrong with the drop-in.
+
+    `before` is containerd's dump without the drop-in, and `after` is the dump with it.
+    """
+    settings = dict(leaves(after.get("plugins", {})))
+    for path, value in leaves(before.get("plugins", {})):
+        # Without the values: they may be passwords of registries, and this message is shown on the Node.
+        if not _is_set_by_drop_in(path, handler) and (path not in settings or settings[path] != value):
+            yield f"setting {'.'.join(path)} is {'changed' if path in settings else 'lost'}"
+    if handler:
+        runtime = at(cri_of(after), "containerd", "runtimes", handler.name)
+        if at(runtime, "options").get("BinaryName") != handler.binary:
+            yield f"runtime {handler.name} does not run {handler.binary}"
+        # The result is compared with the base runtime in `before`. It is not compared with the drop-in, because that
+        # may have keys that containerd does not know, and so does not print.
+        actual, base = dict(leaves(runtime)), dict(leaves(_base_runtime(cri_of(before), handler)))
+        added = at(drop_in, "plugins", CRI_2) | at(drop_in, "plugins", CRI_3)
+        for path, _ in leaves(at(added, "containerd", "runtimes", handler.name)):
+            ours = _is_set_by_drop_in((handler.name, *path), handler)
+            if path in base and not ours and actual.get(path) != base[path]:
+                yield f"runtime {handler.name} does not have {'.'.join(path)} as configured"
+    kept = cri_of(after).get("cdi_spec_dirs", ())
+    if lost := [str(each) for each in cri_of(before).get("cdi_spec_dirs", ()) if each not in kept]:
+        yield f"cdi_spec_dirs no longer contains {', '.join(lost)}"
+    yield from cdi_problems(after)
+    if handler and default and at(cri_of(after), "containerd").get("default_runtime_name") != handler.name:
+        yield f"default_runtime_name is not {handler.name}"
+
+
+def _is_set_by_drop_in(path: tuple[str, ...], handler: RuntimeHandler | None) -> bool:
+    """Return whether the drop-in may set this key, whatever its value was before."""
+    if path[-1] in {"enable_cdi", "cdi_spec_dirs", "default_runtime_name"}:
+        return True
+    return handler is not None and (
+        path[-2:] == (handler.name, "runtime_type") or path[-3:] == (handler.name, "options", "BinaryName")
+    )
+
+
+def cdi_problems(dump: Table) -> Iterable[str]:
+    """Yield what keeps pods from getting CDI devices, according to `containerd config dump`."""
+    cri = cri_of(dump)
+    if not cri.get("enable_cdi", dump.get("version", 0) >= 3):
+        yield "enable_cdi is not true"
+    missing = [each for each in CDI_DIRECTORIES if each not in cri.get("cdi_spec_dirs", ())]
+    if missing:
+        yield f"cdi_spec_dirs does not contain {', '.join(missing)}"

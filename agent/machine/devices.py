@@ -9,10 +9,9 @@ import posixpath
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any
 
-from agent.machine.notes import Context, Notes, Owned, publications
-from agent.machine.vendors import GPU_NODES, VENDOR_NAMES
+from agent.machine.notes import Context, attempt, publications
+from agent.machine.vendors import GPU_NODES, VENDORS
 from agent.model.conditions import Condition, ConditionType, Reason, false, not_applicable, true
 from agent.model.device import DeviceNumber, dri_link
 from agent.model.errors import AgentError
@@ -29,19 +28,15 @@ OPEN_LIMIT, NODE_LIMIT, LONGEST = 30, 10, 80
 """The time limit, in seconds, for opening all nodes together is NODE_LIMIT for each node, but at least OPEN_LIMIT and
 at most LONGEST. LONGEST leaves time to report before the unit's own limit. Without a persistence daemon, the first open
 of a GPU initialises it, which takes seconds; the driver may initialise one GPU after another."""
-
 STACKED = 16
 """The largest number of mounts that are removed from one node. systemd before 255 stacks each new mount on the old
 one."""
-
 GRANTED = "granted-"
 """Prefix of the names of notes, one per vendor, with the numbers of the machine's nodes by path."""
 WITHDRAWN = "withdrawn"
 """Name of the note about nodes that were withdrawn since the machine's boot and may still be open: numbers by path."""
-
 NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
 """Errors after which the node is not opened again each minute: the driver has failed, and another try may do harm."""
-
 OPEN_ERRORS = {
     errno.EPERM: (
         Reason.NOT_PERMITTED,
@@ -67,7 +62,7 @@ OPEN_ERRORS = {
 OTHER_ERROR = (Reason.OPEN_FAILED, "see `dmesg` on the host")
 
 
-def live_numbers(system: System, devices: tuple[GrantedDevice, ...]) -> dict[str, DeviceNumber]:
+def live_numbers(system: System, devices: Iterable[GrantedDevice]) -> dict[str, DeviceNumber]:
     """Return the numbers of the nodes that are character devices in this machine, by path."""
     numbers = {}
     for device in devices:
@@ -80,38 +75,111 @@ def live_numbers(system: System, devices: tuple[GrantedDevice, ...]) -> dict[str
     return numbers
 
 
-def check_devices(context: Context, request: Request) -> Condition:
-    """Return DevicesAllowed. A node is opened only if no earlier result for it still holds (see `_still_valid`)."""
+def check_devices(context: Context, request: Request, kernel_paths: Collection[str]) -> Condition:
+    """Return DevicesAllowed. A node is opened only if no earlier result for it still holds.
+
+    The kernel has `kernel_paths` while the driver is loaded. If some of them are hidden, the reason is DriverHidden,
+    and the status is True nevertheless: NVML may work without them, and CDISpecCurrent shows whether it does. If all
+    are missing, the driver was unloaded meanwhile.
+    """
     system, notes, name = context.system, context.notes, f"opened-{request.vendor}"
     live = live_numbers(system, request.devices)
     wrong = wrong_numbers(system, request.devices, live)
-    published = publications(context)
-    codes = _still_valid(notes.load(name), {path: live[path] for path in live if path not in wrong}, published)
-    due = tuple(device.path for device in request.devices if device.path not in codes and device.path not in wrong)
-    if due:
-        codes |= _open(system, due)
+    noted, published = notes.load(name), publications(context)
+    codes: dict[str, int] = {}
+    for path in live.keys() - wrong.keys():
+        match noted.get("nodes", {}).get(path):
+            # An error in NOT_AGAIN holds only until `publications` change. Other errors never hold.
+            case [major, minor, int(code)] if (major, minor) == (live[path].major, live[path].minor) and (
+                not code or (code in NOT_AGAIN and noted.get("published") == published)
+            ):
+                codes[path] = code
+    due = [device.path for device in request.devices if device.path not in codes and device.path not in wrong]
+    codes |= _open(system, due) if due else {}
     # The results are saved even if nothing was opened now, because this drops the results of nodes that are gone. If a
     # GPU is detached and later attached again, it gets the same nodes, and their old results must not count.
     nodes = {path: [live[path].major, live[path].minor, code] for path, code in codes.items()}
     notes.save(name, {"published": published, "nodes": nodes} if nodes else {})
     if not request.devices:
         return not_applicable(KIND, "no device is granted to this machine")
-    return _condition(wrong, codes, {device.path: device.pci_address for device in request.devices})
+    failed = [(path, code, *OPEN_ERRORS.get(code, OTHER_ERROR)) for path, code in sorted(codes.items()) if code]
+    if not wrong and not failed:
+        opened = f"all {len(codes)} granted device nodes open"
+        hidden = [path for path in kernel_paths if not system.exists(path)]
+        if len(hidden) in (0, len(kernel_paths)):
+            return true(KIND, Reason.OPENED, opened)
+        why = (
+            f"this machine does not show {', '.join(hidden)}, so NVML may call the GPUs blocked by the operating system"
+        )
+        return true(KIND, Reason.DRIVER_HIDDEN, f"{opened}; {why}; the machine's next start fixes that")
+    # Empty for a node that all GPUs share.
+    gpus = {device.path: device.pci_address for device in request.devices}
+    # WrongNode comes first, because it makes the host bind nodes.
+    reason = Reason.WRONG_NODE if wrong else failed[0][2]
+    sentences = [*wrong.values()]
+    sentences += [
+        f"{path} does not open ({errno.errorcode.get(code, code)}): {advice.format(gpu=gpus[path] or 'PCI-ADDRESS')}"
+        for path, code, _, advice in failed
+    ]
+    concerned = dict.fromkeys(gpus[path] for path in (*wrong, *(path for path, *_ in failed)))
+    return false(KIND, reason, "; ".join(sentences), concerned if all(concerned) else ())
 
 
-def with_hidden_driver(system: System, condition: Condition, paths: Collection[str]) -> Condition:
-    """Return DevicesAllowed, with reason DriverHidden if the nodes open, but some of `paths` do not exist.
+def _open(system: System, paths: list[str]) -> dict[str, int]:
+    """Open the nodes. Return the error numbers by path; 0 means that the node opens."""
+    # The path is written here, because importing open_nodes to find it would load the module signal.
+    program = f"{posixpath.dirname(__file__)}/open_nodes.py"
+    limit = min(max(OPEN_LIMIT, NODE_LIMIT * len(paths)), LONGEST)
+    output = system.run(
+        # With -I -S, Python loads only the standard library, which halves the time that it takes to start.
+        sys.executable, "-I", "-S", program, str(limit), *paths, timeout=limit + 10,
+    )  # fmt: skip
+    codes = {path: int(code) for code, _, path in (line.partition(" ") for line in output.splitlines())}
+    if silent := [path for path in paths if path not in codes]:
+        raise AgentError(f"{program} has no result for {', '.join(silent)}", "restart unbounded-agent-gpu.service")
+    return codes
 
-    The kernel has these paths while the driver is loaded. If all of them are missing, the driver was unloaded
-    meanwhile, and `condition` is returned unchanged. Even with DriverHidden, the status is True: NVML may work without
-    the paths. CDISpecCurrent shows whether it does, because the specification is generated with NVML.
+
+def wrong_numbers(system: System, devices: Iterable[GrantedDevice], live: Mapping[str, DeviceNumber]) -> dict[str, str]:
+    """Return a sentence for each node that is missing in this machine or has the wrong numbers, by path."""
+    wrong = {}
+    for device in devices:
+        number, wanted = live.get(device.path), f"character device {device.major}:{device.minor}"
+        if number is None:
+            exists = system.exists(device.path)
+            found = "another kind of file, or a node that the host has removed since" if exists else "nothing"
+        elif (number.major, number.minor) != (device.major, device.minor):
+            found = f"{number.major}:{number.minor}"
+        else:
+            continue
+        wrong[device.path] = (
+            f"{device.path} must be {wanted}, found {found}: the host binds it; see `unbounded-agent status` there"
+        )
+    return wrong
+
+
+def settle_others(context: Context, request: Request, newest: Handoff | None) -> tuple[Condition, ...]:
+    """Settle non-GPU devices. Return DevicesAllowed, and a second one if nodes could not be withdrawn.
+
+    `newest` is as in `withdraw_nodes`. Nodes are checked, but never opened: opening a watchdog would start it, and the
+    host would soon reboot. Opening other devices may have side effects too.
     """
-    hidden = [path for path in paths if not system.exists(path)]
-    if condition.reason != Reason.OPENED or len(hidden) in (0, len(paths)):
-        return condition
-    why = f"this machine does not show {', '.join(hidden)}, so NVML may call the GPUs blocked by the operating system"
-    message = f"{condition.message}; {why}; the machine's next start fixes that"
-    return true(KIND, Reason.DRIVER_HIDDEN, message)
+    unmount_removed(context.system, (device.path for device in request.devices))
+
+    def present() -> Condition:
+        link_nodes(context, request)
+        if not request.devices:
+            return not_applicable(KIND, "no device is granted to this machine")
+        wrong = wrong_numbers(context.system, request.devices, live_numbers(context.system, request.devices))
+        if wrong:
+            return false(KIND, Reason.WRONG_NODE, "; ".join(wrong.values()))
+        return true(KIND, Reason.NODES_PRESENT, f"other devices: {counted(len(request.devices), 'node')}")
+
+    _, failure = withdraw_nodes(context, request, newest)
+    return (attempt(KIND, present), *((failure,) if failure else ()))
+
+
+# Nodes that are no longer granted.
 
 
 def withdraw_nodes(
@@ -125,43 +193,56 @@ def withdraw_nodes(
     be noted, no path is returned, although nodes may be gone.
     """
     try:
-        return _withdraw_nodes(context, request, newest)
+        removed, failures = _withdraw_nodes(context, request, newest)
     # Any exception: the report must be written even if, for example, /run is full.
     except Exception as error:
         return (), false(KIND, Reason.NOT_WITHDRAWN, f"cannot withdraw nodes that are no longer granted: {error}")
+    if not failures:
+        return removed, None
+    return removed, false(KIND, Reason.NOT_WITHDRAWN, f"no longer granted, but not removed: {'; '.join(failures)}")
 
 
-def _withdraw_nodes(
-    context: Context, request: Request, newest: Handoff | None
-) -> tuple[tuple[str, ...], Condition | None]:
+def _withdraw_nodes(context: Context, request: Request, newest: Handoff | None) -> tuple[tuple[str, ...], list[str]]:
     notes, name = context.notes, f"{GRANTED}{request.vendor}"
-    noted = notes.load(name)
+    noted, failures = notes.load(name), list[str]()
     newest_requests = newest.requests if newest else ()
     vendor_devices = (device for each in newest_requests if each.vendor == request.vendor for device in each.devices)
     granted = {device.path: [device.major, device.minor] for device in (*request.devices, *vendor_devices)}
     if newest is None:
         notes.save(name, {**noted, **granted})
-        return (), None
+        return (), failures
     # A path may now be granted for another vendor. Then the node is kept, but this vendor's note no longer has it: the
     # other vendor's note does.
     kept = {*granted, *(device.path for each in newest_requests for device in each.devices)}
-    stale = {path: number for path, number in noted.items() if path not in kept}
-    failures = []
-    for path, number in stale.items():
+    removed = {}
+    for path, number in noted.items():
+        if path in kept:
+            continue
         try:
             _withdraw(context.system, path)
+            removed[path] = number
         except (AgentError, OSError) as error:
             # The path stays in the note, so that the next run tries again.
             granted[path] = number
             failures.append(str(error))
-    removed = tuple(path for path in stale if path not in granted)
     # WITHDRAWN is saved before the vendor's own note: if the run is killed between the two, the next run withdraws the
     # nodes again. In the opposite order, nodes that may still be open would be in neither note, and so be forgotten.
-    notes.save(WITHDRAWN, {**notes.load(WITHDRAWN), **{path: stale[path] for path in removed}})
+    notes.save(WITHDRAWN, notes.load(WITHDRAWN) | removed)
     notes.save(name, granted)
-    if not failures:
-        return removed, None
-    return removed, false(KIND, Reason.NOT_WITHDRAWN, f"no longer granted, but not removed: {'; '.join(failures)}")
+    return tuple(removed), failures
+
+
+def _withdraw(system: System, path: str) -> None:
+    for _ in range(STACKED):
+        if not system.is_mount(path):
+            break
+        # With --lazy, umount succeeds even while programs in the machine have the node open.
+        system.run("umount", "--lazy", path)
+    else:
+        raise AgentError(f"{path}: unmounted {STACKED} stacked mounts, but there may be more")
+    # The mount point is an empty file. Any other file is not the agent's.
+    if system.is_file(path) and not system.identity(path).size:
+        system.remove(path)
 
 
 def unmount_removed(system: System, paths: Iterable[str]) -> None:
@@ -183,85 +264,58 @@ def unmount_removed(system: System, paths: Iterable[str]) -> None:
             say(WARNING, f"cannot unmount {path}, which was removed on the host: {error}")
 
 
-def _withdraw(system: System, path: str) -> None:
-    for _ in range(STACKED):
-        if not system.is_mount(path):
-            break
-        # With --lazy, umount succeeds even while programs in the machine have the node open.
-        system.run("umount", "--lazy", path)
-    else:
-        raise AgentError(f"{path}: unmounted {STACKED} stacked mounts, but there may be more")
-    # The mount point is an empty file. Any other file is not the agent's.
-    if system.is_file(path) and not system.identity(path).size:
-        system.remove(path)
+def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
+    """Find mounted nodes that the handoff does not name, and note them like granted ones, so that they are withdrawn.
 
-
-def wrong_numbers(
-    system: System, devices: tuple[GrantedDevice, ...], live: Mapping[str, DeviceNumber]
-) -> dict[str, str]:
-    """Return a sentence for each node that is missing in this machine or has the wrong numbers, by path."""
-    wrong = {}
-    for device in devices:
-        number, wanted = live.get(device.path), f"character device {device.major}:{device.minor}"
-        if number is None:
-            exists = system.exists(device.path)
-            found = "another kind of file, or a node that the host has removed since" if exists else "nothing"
-        elif (number.major, number.minor) != (device.major, device.minor):
-            found = f"{number.major}:{number.minor}"
-        else:
-            continue
-        wrong[device.path] = (
-            f"{device.path} must be {wanted}, found {found}: the host binds it; see `unbounded-agent status` there"
-        )
-    return wrong
-
-
-def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], published: object) -> dict[str, int]:
-    """Return the noted results that still hold: those of nodes with the same numbers.
-
-    An error in NOT_AGAIN holds only until `publications` change too. Other errors never hold.
+    Such nodes exist if the host half or nspawn bound the nodes of a device, and the host half withdrew the device
+    before a run could note them. Returns a condition if the search fails, or if nodes cannot be noted; otherwise an
+    empty tuple.
     """
-    valid: dict[str, int] = {}
-    for path, number in live.items():
-        match noted.get("nodes", {}).get(path):
-            case [number.major, number.minor, int(code)] if code == 0 or (
-                code in NOT_AGAIN and noted.get("published") == published
-            ):
-                valid[path] = code
-    return valid
+    system, requests = context.system, context.handoff.requests
+    known = {device.path for request in requests for device in request.devices}
+    # A DRM node may belong to any vendor, so unknown ones are noted for a vendor that this run settles anyway, if there
+    # is one. The nodes of GPUs are recognised by their names. Those of other devices have no such names. Only the host
+    # knows which of these it has bound and withdrawn, so the handoff lists the withdrawn ones.
+    named = [each.vendor for each in requests if each.vendor in GPU_NODES]
+    try:
+        for vendor in dict.fromkeys((*named, *GPU_NODES, OTHER_DEVICES)):
+            paths = context.handoff.withdrawn if vendor == OTHER_DEVICES else _nodes(system, vendor)
+            bound = {path for path in paths if system.is_mount(path) and not system.is_directory(path)} - known
+            if bound:
+                name = f"{GRANTED}{vendor}"
+                noted = context.notes.load(name)
+                numbers = {path: system.device(path) for path in sorted(bound - noted.keys())}
+                unknown = {path: [each.major, each.minor] if each else None for path, each in numbers.items()}
+                context.notes.save(name, {**unknown, **noted})
+                known |= bound
+    except OSError as error:
+        return (false(KIND, Reason.NOT_WITHDRAWN, f"cannot tell what is mounted in /dev: {error}"),)
+    return ()
 
 
-def _open(system: System, paths: tuple[str, ...]) -> dict[str, int]:
-    """Open the nodes. Return the error numbers by path; 0 means that the node opens."""
-    # The path is written here, because importing open_nodes to find it would load the module signal.
-    program = f"{posixpath.dirname(__file__)}/open_nodes.py"
-    limit = min(max(OPEN_LIMIT, NODE_LIMIT * len(paths)), LONGEST)
-    output = system.run(
-        # With -I -S, Python loads only the standard library, which halves the time that it takes to start.
-        sys.executable, "-I", "-S", program, str(limit), *paths, timeout=limit + 10,
-    )  # fmt: skip
-    codes = {path: int(code) for code, _, path in (line.partition(" ") for line in output.splitlines())}
-    silent = [path for path in paths if path not in codes]
-    if silent:
-        raise AgentError(f"{program} has no result for {', '.join(silent)}", "restart unbounded-agent-gpu.service")
-    return codes
+def _nodes(system: System, vendor: str) -> Iterable[str]:
+    """Yield the paths below /dev that match a vendor's patterns."""
+    for pattern in GPU_NODES[vendor]:
+        directory, _, name = f"/dev/{pattern}".rpartition("/")
+        if system.is_directory(directory):
+            yield from (f"{directory}/{each}" for each in fnmatch.filter(system.entries(directory), name))
 
 
-def _condition(wrong: Mapping[str, str], codes: Mapping[str, int], gpus: Mapping[str, str]) -> Condition:
-    """Return DevicesAllowed. `gpus` maps each node to its GPU, or to an empty text if all GPUs share the node."""
-    failed = [(path, code, *OPEN_ERRORS.get(code, OTHER_ERROR)) for path, code in sorted(codes.items()) if code]
-    if not wrong and not failed:
-        return true(KIND, Reason.OPENED, f"all {len(codes)} granted device nodes open")
-    # WrongNode comes first, because it makes the host bind nodes.
-    reason = Reason.WRONG_NODE if wrong else failed[0][2]
-    sentences = list(wrong.values())
-    sentences += [
-        f"{path} does not open ({errno.errorcode.get(code, code)}): {advice.format(gpu=gpus[path] or 'PCI-ADDRESS')}"
-        for path, code, _, advice in failed
+def withdrawn_requests(context: Context) -> list[Request]:
+    """Return empty requests for vendors that the handoff no longer names, so that their devices are withdrawn."""
+    named = {request.vendor for request in context.handoff.requests}
+
+    def may_own(path: str) -> bool:
+        try:
+            return context.owned.has(path)
+        except AgentError:
+            return True
+
+    return [
+        Request(name, (), ())
+        for name in (*VENDORS, OTHER_DEVICES)
+        if name not in named and (context.notes.may_have(f"{GRANTED}{name}") or may_own(spec_file(name)))
     ]
-    concerned = dict.fromkeys(gpus[path] for path in (*wrong, *(path for path, *_ in failed)))
-    limited = concerned if all(concerned) else ()
-    return false(KIND, reason, "; ".join(sentences), limited)
 
 
 # The links that udev makes on a host. In a machine no udevd runs. nspawn makes only the links to its own nodes, and
@@ -274,22 +328,23 @@ DIRECTORY = "/dev/char"
 
 def link_nodes(context: Context, request: Request) -> None:
     """Make links in /dev/char. Raises OSError if the note about them cannot be read; other errors are only logged."""
-    name = f"char-links-{request.vendor}"
+    system, name = context.system, f"char-links-{request.vendor}"
     if not (request.devices or context.notes.load(name)):
         return
     wanted = {
         f"{DIRECTORY}/{number.major}:{number.minor}": posixpath.relpath(path, DIRECTORY)
-        for path, number in live_numbers(context.system, request.devices).items()
+        for path, number in live_numbers(system, request.devices).items()
     }
     try:
         # A link that another program made is neither noted nor changed.
-        _settle_links(context, name, wanted, lambda link, _: not context.system.exists(link))
+        _settle_links(context, name, wanted, lambda link, _: not system.exists(link))
     except OSError as error:
         say(WARNING, f"cannot create links in {DIRECTORY}: {error}")
 
 
 def link_dri_nodes(context: Context, request: Request) -> None:
     """Make the links in /dev/dri/by-path, by which programs find a GPU's DRM nodes. Raises OSError."""
+    system = context.system
     wanted = {
         link: posixpath.relpath(device.path, posixpath.dirname(link))
         for device in request.devices
@@ -297,8 +352,7 @@ def link_dri_nodes(context: Context, request: Request) -> None:
     }
     # A correct link that is not noted was made by the host's udev: all of /dev/dri may be bound into the machine. Such
     # a link is not noted now either, so the agent never removes it.
-    name, system = f"dri-links-{request.vendor}", context.system
-    _settle_links(context, name, wanted, lambda link, target: system.read_link(link) != target)
+    _settle_links(context, f"dri-links-{request.vendor}", wanted, lambda link, target: system.read_link(link) != target)
 
 
 def _settle_links(
@@ -316,82 +370,6 @@ def _settle_links(
     for link, target in own.items():
         if is_missing(link, target):
             system.link(link, target)
-
-
-# What the machine still has although the handoff no longer names it: nodes, and vendors' files and notes.
-
-
-def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
-    """Find mounted nodes that the handoff does not name, and note them like granted ones, so that they are withdrawn.
-
-    Such nodes exist if the host half or nspawn bound the nodes of a device, and the host half withdrew the device
-    before a run could note them. Returns a condition if the search fails, or if nodes cannot be noted; otherwise an
-    empty tuple.
-    """
-    requests = context.handoff.requests
-    known = {device.path for request in requests for device in request.devices}
-    # A DRM node may belong to any vendor, so unknown ones are noted for a vendor that this run settles anyway, if there
-    # is one: the vendors of the handoff's requests come first below.
-    vendors = [each.vendor for each in requests if each.vendor in GPU_NODES]
-    try:
-        for vendor in dict.fromkeys((*vendors, *GPU_NODES)):
-            unknown = {path for pattern in GPU_NODES[vendor] for path in _bound_nodes(context.system, pattern)} - known
-            if unknown:
-                _note(context, vendor, unknown)
-                known |= unknown
-        # The nodes above are recognised as GPUs' nodes by their names. The nodes of other devices have no such names.
-        # Only the host knows which of these it has bound and withdrawn, so the handoff lists the withdrawn ones.
-        withdrawn = {path for path in context.handoff.withdrawn if _is_bound_node(context.system, path)}
-        if withdrawn - known:
-            _note(context, OTHER_DEVICES, withdrawn - known)
-    except OSError as error:
-        return (false(KIND, Reason.NOT_WITHDRAWN, f"cannot tell what is mounted in /dev: {error}"),)
-    return ()
-
-
-def _note(context: Context, vendor: str, paths: set[str]) -> None:
-    noted = context.notes.load(f"{GRANTED}{vendor}")
-    numbers = {path: context.system.device(path) for path in sorted(paths - noted.keys())}
-    unknown = {path: [each.major, each.minor] if each else None for path, each in numbers.items()}
-    context.notes.save(f"{GRANTED}{vendor}", {**unknown, **noted})
-
-
-def _bound_nodes(system: System, pattern: str) -> list[str]:
-    """Return the mounted nodes below /dev that match a pattern."""
-    directory, _, name = f"/dev/{pattern}".rpartition("/")
-    entries = system.entries(directory) if system.is_directory(directory) else ()
-    paths = [f"{directory}/{each}" for each in fnmatch.filter(entries, name)]
-    return [path for path in paths if _is_bound_node(system, path)]
-
-
-def _is_bound_node(system: System, path: str) -> bool:
-    return system.is_mount(path) and not system.is_directory(path)
-
-
-def withdrawn_requests(context: Context) -> list[Request]:
-    """Return empty requests for vendors that the handoff no longer names, so that their devices are withdrawn."""
-    named = {request.vendor for request in context.handoff.requests}
-    return [
-        Request(name, (), ())
-        for name in (*VENDOR_NAMES, OTHER_DEVICES)
-        if name not in named
-        and (may_have_content(context.notes, f"{GRANTED}{name}") or _may_own(context.owned, spec_file(name)))
-    ]
-
-
-def may_have_content(notes: Notes, name: str) -> bool:
-    """Return whether a note has content; True if the note cannot be read, so that a later step reports the error."""
-    try:
-        return bool(notes.load(name))
-    except OSError:
-        return True
-
-
-def _may_own(owned: Owned, path: str) -> bool:
-    try:
-        return owned.has(path)
-    except AgentError:
-        return True
 
 
 # Processes that still have a withdrawn node open: an open descriptor stays usable after the node is removed and the
@@ -429,43 +407,12 @@ def left_open_remark(context: Context, limit: float = SEARCH_LIMIT) -> str:
     # Nodes are forgotten even if some processes cannot be inspected, because that may never change.
     notes.save(WITHDRAWN, {path: number for path, number in noted.items() if path in open_paths})
     notes.save(SEARCHES, {"failed": 0})
-    return _remark(held, notes.load("containers"))
-
-
-def _remark(held: Held, containers: Mapping[str, Any]) -> str:
-    """Return the remark on the processes; empty if there are none."""
-    unseen = f"{counted(len(held.unseen), 'process', 'processes')} could not be inspected" if held.unseen else ""
-    if not held.holders:
-        return f"; {unseen}, and may still have nodes open that are no longer granted" if unseen else ""
-    pods = (str(containers.get(each.container, {}).get("pod", "")) for each in held.holders)
-    described = [each.describe(pod=pod) for each, pod in zip(held.holders, pods, strict=True)]
-    shown = first_of(described, SHOWN, "; ")
-    what = f"; LeftOpen (no longer granted, but still open; PIDs are the machine's): {shown}"
-    return f"{what}; {unseen}" if unseen else what
-
-
-# Non-GPU devices. Nodes are checked, but never opened: opening a watchdog would start it, and the host would soon
-# reboot. Opening other devices may have side effects too.
-
-
-def settle_others(context: Context, request: Request, newest: Handoff | None) -> tuple[Condition, ...]:
-    """Settle the devices. Return DevicesAllowed, and a second DevicesAllowed if nodes could not be withdrawn.
-
-    `newest` is as in `withdraw_nodes`.
-    """
-    try:
-        unmount_removed(context.system, (device.path for device in request.devices))
-        link_nodes(context, request)
-        _, failure = withdraw_nodes(context, request, newest)
-        return (_present(context.system, request), *((failure,) if failure else ()))
-    except (AgentError, OSError) as error:
-        return (false(KIND, Reason.FAILED, str(error)),)
-
-
-def _present(system: System, request: Request) -> Condition:
-    if not request.devices:
-        return not_applicable(KIND, "no device is granted to this machine")
-    wrong = wrong_numbers(system, request.devices, live_numbers(system, request.devices))
-    if wrong:
-        return false(KIND, Reason.WRONG_NODE, "; ".join(wrong.values()))
-    return true(KIND, Reason.NODES_PRESENT, f"other devices: {counted(len(request.devices), 'node')}")
+    containers, remark = notes.load("containers"), ""
+    if held.holders:
+        described = [each.describe(pod=str(containers.get(each.container, {}).get("pod", ""))) for each in held.holders]
+        what = "LeftOpen (no longer granted, but still open; PIDs are the machine's)"
+        remark = f"; {what}: {first_of(described, SHOWN, '; ')}"
+    if held.unseen:
+        remark += f"; {counted(len(held.unseen), 'process', 'processes')} could not be inspected"
+        remark += "" if held.holders else ", and may still have nodes open that are no longer granted"
+    return remark

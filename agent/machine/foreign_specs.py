@@ -15,7 +15,7 @@ import posixpath
 import stat
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from agent.machine.containerd import EFFECTIVE_NOTE
 from agent.machine.notes import Context, next_attempt
@@ -52,27 +52,20 @@ TEXT_SHOWN = 200
 """How much of a tool's message is shown. It may quote the file."""
 
 
-class OwnSpec(Protocol):
-    """One of the agent's specifications. MachineVendor explains these attributes, and has them itself."""
+class OwnSpec(NamedTuple):
+    """One of the agent's specifications. MachineVendor explains the rival."""
 
-    @property
-    def spec_path(self) -> str: ...
-
-    @property
-    def spec_kind(self) -> str: ...
-
-    @property
-    def rival_spec(self) -> str: ...
-
-    @property
-    def rival_units(self) -> tuple[str, ...]: ...
+    path: str
+    kind: str
+    rival: str = ""
+    rival_units: tuple[str, ...] = ()
 
 
 class ForeignSpec(NamedTuple):
     """A specification file that the agent did not write."""
 
     path: str
-    devices: tuple[str, ...]
+    devices: tuple[str, ...] = ()
     """Qualified names of its devices."""
     fault: str = ""
     """Why it has no devices, as the end of a message that begins with the path; empty if it has some."""
@@ -97,29 +90,35 @@ class Foreign(NamedTuple):
     """Sentences on files that may make runtimes hang, so that the runtimes read no specification at all."""
 
 
-def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
-    """Return what other programs' specifications offer of the vendor's kind.
+def find_foreign(context: Context, vendor: MachineVendor, own: OwnSpec) -> Foreign:
+    """Return what other programs' specifications offer of the kind of the vendor's GPUs.
 
     The remarks name invalid files, and enabled units that may write a rival specification.
     """
-    specs = foreign_specs(context, vendor)
+    system, specs = context.system, foreign_specs(context, vendor)
     faulty = sorted((spec for spec in specs if spec.fault and not spec.blocking), key=lambda spec: spec.checked)
     broken = [f"{quoted(spec.path)} {spec.fault}" for spec in faulty]
+    remarks = [first_of(broken, SHOWN, "; ")] if broken else []
+    enabled = [
+        unit
+        for unit in own.rival_units
+        if system.exists(f"{ENABLED}/{unit}") and system.read_link(f"{MASKS}/{unit}") != "/dev/null"
+    ]
+    if enabled:
+        what = f"{' and '.join(enabled)} {'are' if len(enabled) > 1 else 'is'} enabled"
+        remarks.append(f"{what} and would write {own.rival}, which would take precedence: {_advice(own)}")
     blocking = tuple(f"{quoted(spec.path)} {spec.fault}" for spec in specs if spec.blocking)
-    remarks = (*((first_of(broken, SHOWN, "; "),) if broken else ()), *_writer_remark(context.system, vendor))
-    return with_same_kind(specs, vendor)._replace(remarks=remarks, blocking=blocking)
+    return with_same_kind(specs, own)._replace(remarks=tuple(remarks), blocking=blocking)
 
 
 def with_same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
     """Return the devices in the specifications that have the same kind as `own`, with their files. Pure."""
-    own_directory = posixpath.dirname(own.spec_path)
-    same: dict[str, str] = {}
-    preferred: dict[str, str] = {}
+    own_directory = posixpath.dirname(own.path)
+    same, preferred = dict[str, str](), dict[str, str]()
     for spec in specs:
-        if spec.outranked:
-            continue
-        paths_by_name = same if posixpath.dirname(spec.path) == own_directory else preferred
-        paths_by_name.update((name, spec.path) for name in spec.devices if name.startswith(f"{own.spec_kind}="))
+        if not spec.outranked:
+            paths_by_name = same if posixpath.dirname(spec.path) == own_directory else preferred
+            paths_by_name.update((name, spec.path) for name in spec.devices if name.startswith(f"{own.kind}="))
     return Foreign(same, preferred)
 
 
@@ -128,18 +127,17 @@ def foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec,
 
     Runs the vendor's tool for each new or changed file.
     """
-    return context.once.get(f"foreign-specs-{vendor.name}", lambda: _foreign_specs(context, vendor))
-
-
-def _foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
     name = f"foreign-specs-{vendor.name}"
-    reader, specs = _Reader(context, vendor, context.notes.load(name)), list[ForeignSpec]()
-    try:
-        for directory, outranked in _directories(context).items():
-            specs += [spec._replace(outranked=outranked) for spec in reader.read_directory(directory)]
-    finally:
-        context.notes.save(name, reader.notes)
-    return tuple(specs)
+    if name not in context.once:
+        reader, specs = _Reader(context, vendor, context.notes.load(name)), list[ForeignSpec]()
+        try:
+            for directory, outranked in _directories(context).items():
+                specs += [spec._replace(outranked=outranked) for spec in reader.read_directory(directory)]
+        finally:
+            context.notes.save(name, reader.notes)
+        context.once[name] = tuple(specs)
+    found: tuple[ForeignSpec, ...] = context.once[name]
+    return found
 
 
 def _directories(context: Context) -> dict[str, bool]:
@@ -147,23 +145,22 @@ def _directories(context: Context) -> dict[str, bool]:
 
     These are CDI_DIRECTORIES, the only ones of nvidia-container-runtime, and the further ones of containerd.
     """
-    system, own = context.system, CDI_DIRECTORIES[0]
+
+    def place(directory: str) -> str:
+        try:
+            return context.system.real_path(directory)
+        except (OSError, ValueError):
+            return posixpath.normpath(directory)
+
     found = dict.fromkeys(CDI_DIRECTORIES, False)
-    places = {_place(system, each) for each in CDI_DIRECTORIES}
+    places = {place(each) for each in CDI_DIRECTORIES}
     noted = tuple(context.notes.load(EFFECTIVE_NOTE).get("directories", ()))
     # From the last one, which counts if a directory is listed twice, perhaps through a link.
     for index, directory in reversed(tuple(enumerate(noted))):
-        if directory.startswith("/") and (place := _place(system, directory)) not in places:
-            places.add(place)
-            found[posixpath.normpath(directory)] = own in noted[index + 1 :]
+        if directory.startswith("/") and place(directory) not in places:
+            places.add(place(directory))
+            found[posixpath.normpath(directory)] = CDI_DIRECTORIES[0] in noted[index + 1 :]
     return found
-
-
-def _place(system: System, directory: str) -> str:
-    try:
-        return system.real_path(directory)
-    except (OSError, ValueError):
-        return posixpath.normpath(directory)
 
 
 def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Foreign) -> Condition | None:
@@ -174,14 +171,14 @@ def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Forei
     other file. If the agent's file exists, the names that both files define are unusable already, so the agent's file
     may be replaced.
     """
-    shared_names = [each for name in devices if (each := f"{own.spec_kind}={name}") in foreign.same_directory]
-    if not shared_names or system.exists(own.spec_path):
+    shared_names = [each for name in devices if (each := f"{own.kind}={name}") in foreign.same_directory]
+    if not shared_names or system.exists(own.path):
         return None
     paths = tuple(dict.fromkeys(foreign.same_directory[each] for each in shared_names))
     return false(
         ConditionType.CDI_SPEC_CURRENT,
         Reason.NAMES_COLLIDE,
-        f"{own.spec_path} is not published, because pods already get {first_of(shared_names, SHOWN)} from "
+        f"{own.path} is not published, because pods already get {first_of(shared_names, SHOWN)} from "
         f"{first_quoted(paths, SHOWN)}; {_removal(own, paths)}",
     )
 
@@ -192,14 +189,14 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
         return condition
     if foreign.blocking:
         return false(condition.type, Reason.RUNTIME_BLOCKED, f"{first_of(foreign.blocking, SHOWN, '; ')}; remove it")
-    own_names = [f"{own.spec_kind}={name}" for name in devices]
+    own_names = [f"{own.kind}={name}" for name in devices]
     for paths_by_name, reason in ((foreign.same_directory, Reason.NAMES_COLLIDE), (foreign.preferred, Reason.SHADOWED)):
         if shared := [name for name in own_names if name in paths_by_name]:
             paths = tuple(dict.fromkeys(paths_by_name[name] for name in shared))
             names, where = first_of(shared, SHOWN), first_quoted(paths, SHOWN)
-            why = f"{own.spec_path} and {where} define the same names, so no pod can get {names}"
+            why = f"{own.path} and {where} define the same names, so no pod can get {names}"
             if reason is Reason.SHADOWED:
-                why = f"pods get {names} from {where} instead of {own.spec_path}, whose directory has lower precedence"
+                why = f"pods get {names} from {where} instead of {own.path}, whose directory has lower precedence"
             return false(condition.type, reason, f"{why}; {_removal(own, paths)}")
     by_path: dict[str, list[str]] = {}
     for name, path in {**foreign.same_directory, **foreign.preferred}.items():
@@ -214,10 +211,20 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
 
 def _removal(own: OwnSpec, paths: tuple[str, ...]) -> str:
     """Return what to do against these files of other programs."""
-    steps = [_advice(own)] if own.rival_spec in paths else []
-    if others := [path for path in paths if path != own.rival_spec]:
+    steps = [_advice(own)] if own.rival in paths else []
+    if others := [path for path in paths if path != own.rival]:
         steps.append(f"remove {first_quoted(others, SHOWN)}, and stop what writes it")
     return "; ".join(steps)
+
+
+def _advice(own: OwnSpec) -> str:
+    if not own.rival_units:
+        return f"remove {own.rival}, and stop running the program that wrote it"
+    # Version 1.20.1 of the toolkit starts even disabled units, by a udev rule with SYSTEMD_WANTS, so they must be
+    # masked. Version 1.19 has the units in /etc/systemd/system, where `systemctl mask` fails; disabling them is enough
+    # there.
+    units = " ".join(own.rival_units)
+    return f"in the machine, `systemctl disable --now {units}; systemctl mask {units}`, then remove {own.rival}"
 
 
 class _Reader:
@@ -241,47 +248,44 @@ class _Reader:
         specs = [self._read(path) for path in paths[:FILES] if _file_type(self._system, path) != stat.S_IFDIR]
         if len(paths) > FILES or len(names) == NAMES_READ:
             why = f"has more than {FILES} specifications of other programs, and the others are NotChecked"
-            specs.insert(0, ForeignSpec(directory, (), why, checked=False))
+            specs.insert(0, ForeignSpec(directory, fault=why, checked=False))
         return specs
 
     def _read(self, path: str) -> ForeignSpec:
         try:
             if _file_type(self._system, path) not in (None, stat.S_IFREG):
                 why = "container runtimes that read it may hang, so no container with a GPU starts"
-                return ForeignSpec(path, (), f"is not a regular file: {why}", blocking=True)
+                return ForeignSpec(path, fault=f"is not a regular file: {why}", blocking=True)
             content = _content(self._system, path, max(0, min(SIZE_LIMIT, self._bytes)))
         except OSError as error:
+            fault = f"cannot be read: {error.strerror}"
             if error.errno == errno.EFBIG:
                 why = f"it is larger than {SIZE_LIMIT} bytes, or all files are larger than {SIZE_OF_ALL}"
-                return ForeignSpec(path, (), f"is NotChecked: {why}; remove it if nothing needs it", checked=False)
-            return ForeignSpec(path, (), f"cannot be read: {error.strerror}", checked=False)
+                fault = f"is NotChecked: {why}; remove it if nothing needs it"
+            return ForeignSpec(path, fault=fault, checked=False)
         self._bytes -= len(content)
-        noted, digest = self._noted.get(path, {}), sha256(content)
-        return self._check(path, content, noted if noted.get("digest") == digest else {"digest": digest})
-
-    def _check(self, path: str, content: bytes, noted: dict[str, Any]) -> ForeignSpec:
-        """Return the specification with this content. `noted` is what is known of it, and has at least its digest."""
+        noted, digest, now = self._noted.get(path, {}), sha256(content), time.monotonic()
+        if noted.get("digest") != digest:
+            noted = {"digest": digest}
         self.notes[path] = noted
         if "devices" not in noted:
-            now = time.monotonic()
             if now < noted.get("until", 0.0):
-                return ForeignSpec(path, (), noted["fault"], checked=False)
-            left = self._deadline - now
-            if left < SHORTEST:
+                return ForeignSpec(path, fault=noted["fault"], checked=False)
+            if self._deadline - now < SHORTEST:
                 why = f"is NotChecked yet: a run takes {TIME_LIMIT:.0f} s at most to check new files"
-                return ForeignSpec(path, (), why, checked=False)
+                return ForeignSpec(path, fault=why, checked=False)
             try:
-                listed = self._list(path, content, left)
+                noted = {"digest": digest, "devices": self._list(path, content, self._deadline - now)}
             except (AgentError, OSError) as error:
                 fault = f"cannot be read: {_in_words(error)}"
                 since, until = next_attempt(noted.get("since"), time.monotonic())
-                self.notes[path] = {"digest": noted["digest"], "fault": fault, "since": since, "until": until}
-                return ForeignSpec(path, (), fault, checked=False)
-            noted = self.notes[path] = {"digest": noted["digest"], "devices": listed}
-        names = tuple(noted["devices"])
-        self._bytes -= sum(map(len, names))
+                self.notes[path] = {"digest": digest, "fault": fault, "since": since, "until": until}
+                return ForeignSpec(path, fault=fault, checked=False)
+            self.notes[path] = noted
+        devices = tuple(noted["devices"])
+        self._bytes -= sum(map(len, devices))
         # A specification without devices is invalid.
-        return ForeignSpec(path, names, "" if names else "is not a valid CDI specification, so runtimes skip it")
+        return ForeignSpec(path, devices, "" if devices else "is not a valid CDI specification, so runtimes skip it")
 
     def _list(self, path: str, content: bytes, timeout: float) -> list[str]:
         """Return the names of the devices in a specification with this content. Raises AgentError or OSError."""
@@ -331,27 +335,3 @@ def _file_type(system: System, path: str) -> int | None:
         return stat.S_IFMT(system.owner(system.real_path(path))[0])
     except OSError as error:
         return stat.S_IFLNK if error.errno == errno.EXDEV else None
-
-
-def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
-    """Return a remark on enabled units that may write a rival specification later, which would take precedence."""
-    enabled = [
-        unit
-        for unit in vendor.rival_units
-        if system.exists(f"{ENABLED}/{unit}") and system.read_link(f"{MASKS}/{unit}") != "/dev/null"
-    ]
-    if not enabled:
-        return ()
-    what = f"{' and '.join(enabled)} {'are' if len(enabled) > 1 else 'is'} enabled"
-    effect = f"would write {vendor.rival_spec}, which would take precedence"
-    return (f"{what} and {effect}: {_advice(vendor)}",)
-
-
-def _advice(own: OwnSpec) -> str:
-    if not own.rival_units:
-        return f"remove {own.rival_spec}, and stop running the program that wrote it"
-    # Version 1.20.1 of the toolkit starts even disabled units, by a udev rule with SYSTEMD_WANTS, so they must be
-    # masked. Version 1.19 has the units in /etc/systemd/system, where `systemctl mask` fails; disabling them is enough
-    # there.
-    units = " ".join(own.rival_units)
-    return f"in the machine, `systemctl disable --now {units}; systemctl mask {units}`, then remove {own.rival_spec}"

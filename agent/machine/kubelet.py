@@ -6,16 +6,17 @@ at once, but the kubelet writes the checkpoint only five minutes later. So the p
 checkpoint that is older than the sockets proves nothing.
 """
 
+import contextlib
 import fnmatch
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agent.machine.cdi import publish_allocatable, spec_changed_at
+from agent.machine.cdi import spec_changed_at
 from agent.machine.containerd_tables import MAIN
-from agent.machine.devices import live_numbers, may_have_content
+from agent.machine.devices import live_numbers
 from agent.machine.notes import Context, Notes, attempt, noted_ages
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true, unknown
 from agent.model.contract import (
@@ -24,12 +25,13 @@ from agent.model.contract import (
     DraStatus,
     parse_dra_status,
     parse_node_files,
+    render_allocatable,
 )
 from agent.model.device import gives_gpus
 from agent.model.errors import CommandError, DocumentError
 from agent.model.handoff import Request
 from agent.model.json_document import parse_json
-from agent.model.paths import DRA_STATUS, NODE_FILES
+from agent.model.paths import ALLOCATABLE, DRA_STATUS, NODE_FILES
 from agent.model.text import counted, first_of, first_quoted, quoted, rfc3339
 from agent.system.files import UNUSABLE, System
 from agent.system.journal import Ages
@@ -49,24 +51,18 @@ NAME_SHOWN = 120
 """How many characters of a name, which a pod may have chosen, a message shows."""
 NAMES_SHOWN = 16
 """How many names a message shows."""
-FIXED_BY_RESTART = (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
-"""Reasons that a restart of the plugin fixes."""
+PROBLEMS_SHOWN = 3
+"""How many problems of the plugin's specification a message names. After a driver upgrade, there is one problem for
+each of the driver's files."""
 KIND = ConditionType.GPUS_ADVERTISED
-NO_KUBELET = unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
-KUBELET_DOWN = unknown(
-    KIND,
-    Reason.KUBELET_DOWN,
-    f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet` in the machine",
-)
 
 
 class Plugin(NamedTuple):
     """A vendor's device plugin, as the kubelet's directory shows it."""
 
-    serving: Mapping[str, int]
-    """Sockets that accept connections, each with the id of the process that listens. The id is 0 for a process outside
-    this PID namespace."""
-    dead: tuple[str, ...] = ()
+    serving: Sequence[str]
+    """Sockets that accept connections."""
+    dead: Sequence[str] = ()
     """Sockets that nobody listens on."""
     registered: Mapping[str, tuple[str, ...]] = {}
     """Ids of the vendor's registered devices by resource, according to the checkpoint; none without a checkpoint."""
@@ -88,52 +84,57 @@ def check_advertised(
     condition = _by_kubelet(context, vendor, request, published)
     if condition.status is Status.TRUE and vendor.plugin_spec and request.gpus:
         condition = _with_plugin_spec(context.system, vendor, request, condition)
-    if not context.handoff.restart_device_plugin or condition.reason not in FIXED_BY_RESTART:
-        return condition
-    return condition._replace(message=f"{condition.message}; {_restart(context, vendor)}")
+    fixed_by_restart = condition.reason in (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
+    if context.handoff.restart_device_plugin and fixed_by_restart:
+        return condition._replace(message=f"{condition.message}; {_restart(context, vendor)}")
+    return condition
+
+
+def _no_kubelet(system: System) -> Condition | None:
+    """Return GPUsAdvertised if the kubelet does not serve device plugins; otherwise None."""
+    if not system.is_directory(PLUGINS):
+        return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
+    if system.listening_process(KUBELET_SOCKET) is None:
+        why = f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet` in the machine"
+        return unknown(KIND, Reason.KUBELET_DOWN, why)
+    return None
 
 
 def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
     """Return GPUsAdvertised according to the kubelet's directory alone. Raises OSError."""
-    system = context.system
-    if not system.is_directory(PLUGINS):
-        return NO_KUBELET if request.gpus else not_applicable(KIND, "no GPU is granted to this machine")
+    system, notes = context.system, context.notes
+    missing = _no_kubelet(system)
+    if missing and missing.reason == Reason.NO_KUBELET:
+        return missing if request.gpus else not_applicable(KIND, "no GPU is granted to this machine")
     try:
-        with noted_ages(context.notes) as ages:
+        with noted_ages(notes) as ages:
             plugin = _read_plugin(system, vendor, ages)
             published_at = ages.changed_at(vendor.spec_path, spec_changed_at(context, vendor) / 1e9)
     except DocumentError as error:
         return unknown(KIND, Reason.BAD_CHECKPOINT, str(error))
-    in_spec = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
-    if system.listening_process(KUBELET_SOCKET) is None:
-        return KUBELET_DOWN
+    if missing:
+        return missing
     if not request.gpus and not any(plugin.registered.values()):
         return not_applicable(KIND, "no GPU is granted to this machine, and none is advertised")
-    not_running = _not_running(vendor, plugin)
-    if not_running is not None:
+    if not_running := _not_running(vendor, plugin):
         return not_running
-    once_advertised = _once_advertised(context.notes, vendor, request, plugin)
-    outdated = not vendor.plugin_rescans and published_at > plugin.begun_at
-    condition = _compare(vendor, request, in_spec, plugin.registered, once_advertised if outdated else None)
-    return condition._replace(advertised=len(in_spec & _gpus(vendor, request, plugin.registered)))
-
-
-def _once_advertised(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:
-    """Return the GPUs that this run or an earlier one found advertised since the plugin began to serve."""
+    gpus = {gpu for ids in plugin.registered.values() for each in ids if (gpu := vendor.gpu_of(each, request))}
+    # The GPUs that this run or an earlier one found advertised since the plugin began to serve.
     name = f"device-plugin-{vendor.name}"
     noted = notes.load(name)
-    before = noted.get("known", []) if noted.get("begun") == plugin.begun else []
-    gpus = {*before, *_gpus(vendor, request, plugin.registered)}
-    notes.save(name, {"begun": plugin.begun, "known": sorted(gpus)})
-    return gpus
-
-
-def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tuple[str, ...]]) -> set[str]:
-    return {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each, request))}
+    once_advertised = gpus.union(noted["known"] if noted.get("begun") == plugin.begun else ())
+    notes.save(name, {"begun": plugin.begun, "known": sorted(once_advertised)})
+    outdated = not vendor.plugin_rescans and published_at > plugin.begun_at
+    in_spec = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
+    condition = _compare(vendor, request, in_spec, gpus, plugin.registered, once_advertised if outdated else None)
+    return condition._replace(advertised=len(in_spec & gpus))
 
 
 def _plugin_sockets(system: System, vendor: MachineVendor) -> dict[str, int | None]:
-    """Return the processes that listen on the sockets of the vendor's plugin, by path; None if nobody listens."""
+    """Return the processes that listen on the sockets of the vendor's plugin, by path; None if nobody listens.
+
+    The id is 0 for a process outside this PID namespace.
+    """
     names = fnmatch.filter(system.some_entries(PLUGINS, NAMES_READ), vendor.plugin_sockets)[:SOCKETS]
     return {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
 
@@ -141,8 +142,8 @@ def _plugin_sockets(system: System, vendor: MachineVendor) -> dict[str, int | No
 def _read_plugin(system: System, vendor: MachineVendor, ages: Ages) -> Plugin:
     """Return the vendor's device plugin. Raises DocumentError if the checkpoint is unusable, or OSError."""
     sockets = _plugin_sockets(system, vendor)
-    serving = {path: process for path, process in sockets.items() if process is not None}
-    dead = tuple(path for path, process in sockets.items() if process is None)
+    serving = [path for path, process in sockets.items() if process is not None]
+    dead = [path for path in sockets if path not in serving]
     try:
         # Links are not followed: pods of device plugins may write in this directory, and may put a link there.
         written = system.identity(CHECKPOINT, follow=False).mtime_ns
@@ -195,24 +196,22 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
 def _not_running(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
     """Return the condition if a part of the plugin is not running, or the kubelet has no list from it; else None."""
     advice = f"see the log of the device plugin's pod for {vendor.resource_prefix}*"
+    refused = f"no connection is accepted at {_in_words(plugin.dead)}"
     if not plugin.serving:
         if not plugin.dead and not plugin.registered:
             message = f"no device plugin for {vendor.resource_prefix}* has registered with the kubelet"
             return unknown(KIND, Reason.NO_DEVICE_PLUGIN, f"{message}; pods can still ask for CDI devices by name")
-        why = f"its socket in {PLUGINS} is gone"
-        if plugin.dead:
-            why = f"no connection is accepted at {_in_words(plugin.dead)}"
+        why = refused if plugin.dead else f"its socket in {PLUGINS} is gone"
         return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"the device plugin is not running: {why}; {advice}")
     if plugin.dead:
         # Each resource has its own socket: one that is served says nothing about the others.
-        why = f"no connection is accepted at {_in_words(plugin.dead)}, only at {_in_words(plugin.serving)}"
+        why = f"{refused}, only at {_in_words(plugin.serving)}"
         advice += "; remove a socket that no plugin uses any longer"
         return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"{why}; {advice}")
     if not plugin.up_to_date:
-        message = (
-            f"the device plugin serves {_in_words(plugin.serving)}, but the kubelet has no list of devices from it yet"
-        )
-        return false(KIND, Reason.NOT_REGISTERED, f"{message}; if that lasts, {advice}")
+        serves = f"the device plugin serves {_in_words(plugin.serving)}"
+        message = f"{serves}, but the kubelet has no list of devices from it yet; if that lasts, {advice}"
+        return false(KIND, Reason.NOT_REGISTERED, message)
     return None
 
 
@@ -220,8 +219,9 @@ def _compare(
     vendor: MachineVendor,
     request: Request,
     in_spec: set[str],
+    gpus: set[str],
     registered: Mapping[str, tuple[str, ...]],
-    once_advertised: Set[str] | None,
+    once_advertised: set[str] | None,
 ) -> Condition:
     """Compare the GPUs in the CDI specification with the advertised ones, and return the condition.
 
@@ -229,9 +229,6 @@ def _compare(
     that the plugin has advertised since it started. It is None if the plugin notices the CDI specification's last
     change without a restart.
     """
-    gpus = _gpus(vendor, request, registered)
-    pairs = [(resource, each) for resource, listed in registered.items() for each in listed]
-    foreign = {f"{resource}={each}" for resource, each in pairs if not vendor.gpu_of(each, request)}
     resources = [f"{quoted(resource, NAME_SHOWN)}: {len(ids)}" for resource, ids in sorted(registered.items())]
     counts = first_of(resources, NAMES_SHOWN)
     if request.gpus and not in_spec:
@@ -239,6 +236,8 @@ def _compare(
             KIND, Reason.NOT_PUBLISHED, f"no CDI specification names the granted GPUs yet, see CDISpecCurrent; {counts}"
         )
     missing, stale = in_spec - gpus, gpus - in_spec
+    pairs = ((resource, each) for resource, ids in registered.items() for each in ids)
+    foreign = {f"{resource}={each}" for resource, each in pairs if not vendor.gpu_of(each, request)}
     if missing and foreign:
         message = f"the device plugin advertises ids of an unknown form ({_in_words(foreign)})"
         why = f"it is unknown whether they stand for {_in_words(missing)}: check Allocatable in `kubectl describe node`"
@@ -273,42 +272,31 @@ def _in_words(names: Iterable[str]) -> str:
     return first_quoted(sorted(names), NAMES_SHOWN, NAME_SHOWN)
 
 
-# The device plugin's own CDI specification, if it is configured with a CDI strategy: pods then get the devices of that
-# one, not of the agent's. The agent never edits that file.
-
-SHOWN = 3
-"""How many problems a message names. After a driver upgrade, there is one problem for each of the driver's files."""
-
-
 def _with_plugin_spec(system: System, vendor: MachineVendor, request: Request, advertised: Condition) -> Condition:
-    """Return GPUsAdvertised, which was True, with the remark or the fault of the plugin's own specification."""
+    """Return GPUsAdvertised, which was True, with the remark or the fault of the plugin's own specification.
+
+    The plugin has one if it is configured with a CDI strategy: pods then get the devices of that one, not of the
+    agent's. The agent never edits that file.
+    """
     try:
         # Links are not followed: pods of device plugins may write in this directory, and may put a link there.
-        content = system.read_untrusted(vendor.plugin_spec)[0]
+        spec, own = parse_json(system.read_untrusted(vendor.plugin_spec)[0]), None
+        with contextlib.suppress(OSError, ValueError):
+            own = parse_json(system.read_untrusted(vendor.spec_path)[0])
+        live = live_numbers(system, request.devices)
+        problems = vendor.plugin_spec_problems(spec, own, request, live, system.leads_to_something)
     except FileNotFoundError:
         return advertised
-    problems = _spec_problems(system, vendor, request, content)
+    except ValueError as error:
+        problems = (f"it is not JSON: {error}",)
     if not problems:
         return advertised._replace(message=f"{advertised.message}; the plugin's own {vendor.plugin_spec} is in order")
     message = (
         f"the device plugin's own CDI specification {vendor.plugin_spec} is out of date: "
-        f"{first_of(problems, SHOWN, '; ')}; restart its pod, which writes the file again; or remove the file if the "
-        "plugin no longer uses a CDI strategy"
+        f"{first_of(problems, PROBLEMS_SHOWN, '; ')}; restart its pod, which writes the file again; or remove the file "
+        "if the plugin no longer uses a CDI strategy"
     )
     return false(KIND, Reason.PLUGIN_SPEC_OUTDATED, message)
-
-
-def _spec_problems(system: System, vendor: MachineVendor, request: Request, content: bytes) -> tuple[str, ...]:
-    try:
-        spec = parse_json(content)
-    except ValueError as error:
-        return (f"it is not JSON: {error}",)
-    try:
-        own = parse_json(system.read_untrusted(vendor.spec_path)[0])
-    except (OSError, ValueError):
-        own = None
-    live = live_numbers(system, request.devices)
-    return vendor.plugin_spec_problems(spec, own, request, live, system.leads_to_something)
 
 
 # If `restart_device_plugin` is set, the plugin's container is stopped through the CRI, and the kubelet starts it again,
@@ -397,34 +385,41 @@ DRA_UNIT = "unbounded-agent-dra"
 
 def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Condition:
     """Publish the allocatable devices, and return GPUsAdvertised. Raises OSError."""
-    publish_allocatable(context, vendors)
+    system, content, published = context.system, render_allocatable(vendors), b""
+    # If it is missing or damaged, it is written again.
+    with contextlib.suppress(OSError):
+        published = system.read(ALLOCATABLE)
+    if published != content:
+        system.write(ALLOCATABLE, content, 0o600)
     granted = {gpu for request in context.handoff.requests for gpu in request.gpus}
     allocatable = {device.pci_address for vendor in vendors for device in vendor.devices}
     if not granted:
         return not_applicable(KIND, "no GPU is granted to this machine")
-    status = _status(context.system, context.notes)
+    status = _dra_status(system, context.notes)
     if isinstance(status, Condition):
         return status
     offered = {gpu for offer in status.offers for gpu in offer.gpus}
     return _compare_offers(status, granted, allocatable, offered)._replace(advertised=len(granted & offered))
 
 
-def _status(system: System, notes: Notes) -> DraStatus | Condition:
+def _dra_status(system: System, notes: Notes) -> DraStatus | Condition:
     """Return what agent.dra reports; GPUsAdvertised if that says nothing about offers."""
-    if not system.is_directory(PLUGINS):
-        return NO_KUBELET
-    if system.listening_process(KUBELET_SOCKET) is None:
-        return KUBELET_DOWN
+    if missing := _no_kubelet(system):
+        return missing
+    status, silent = DraStatus(0.0), ""
     try:
         status = parse_dra_status(system.read(DRA_STATUS))
+        with noted_ages(notes) as ages:
+            if ages.of(DRA_STATUS, status.at) > DRA_STATUS_SILENT_AFTER:
+                silent = f"has reported nothing since {rfc3339(status.at)}"
     except FileNotFoundError:
-        return _silent("has reported nothing since the machine's start")
+        silent = "has reported nothing since the machine's start"
     except DocumentError as error:
-        return _silent(f"wrote a status that cannot be read: {error}")
-    with noted_ages(notes) as ages:
-        age = ages.of(DRA_STATUS, status.at)
-    if age > DRA_STATUS_SILENT_AFTER:
-        return _silent(f"has reported nothing since {rfc3339(status.at)}")
+        silent = f"wrote a status that cannot be read: {error}"
+    if silent:
+        effect = "no pod with a GPU can start or end, but running pods keep their GPUs"
+        advice = f"see `systemctl status {DRA_UNIT}` in the machine"
+        return false(KIND, Reason.DRA_DRIVER_DOWN, f"{DRA_UNIT}.service {silent}; {effect}; {advice}")
     if status.reason:
         return Condition(KIND, Status.FALSE, status.reason, status.message)
     if not status.registered:
@@ -432,12 +427,6 @@ def _status(system: System, notes: Notes) -> DraStatus | Condition:
         why = status.message or "if that lasts, see the logs of both"
         return false(KIND, Reason.NOT_REGISTERED, f"{message}; {why}")
     return status
-
-
-def _silent(what: str) -> Condition:
-    effect = "no pod with a GPU can start or end, but running pods keep their GPUs"
-    advice = f"see `systemctl status {DRA_UNIT}` in the machine"
-    return false(KIND, Reason.DRA_DRIVER_DOWN, f"{DRA_UNIT}.service {what}; {effect}; {advice}")
 
 
 def _compare_offers(status: DraStatus, granted: set[str], allocatable: set[str], offered: set[str]) -> Condition:
@@ -448,7 +437,6 @@ def _compare_offers(status: DraStatus, granted: set[str], allocatable: set[str],
     if not allocatable:
         message = "no CDI specification names the granted GPUs yet, see CDISpecCurrent"
         return unknown(KIND, Reason.NOT_PUBLISHED, message)
-    tainted = sorted(name for offer in status.offers for name in offer.tainted)
     where = f"the ResourceSlices of node {status.node}"
     advice = f"if that lasts, see `journalctl -u {DRA_UNIT}` in the machine"
     if missing := allocatable - offered:
@@ -457,12 +445,12 @@ def _compare_offers(status: DraStatus, granted: set[str], allocatable: set[str],
     if stale := offered - granted:
         message = f"in {where}, but not (or no longer) granted: {_in_words(stale)}; {advice}"
         return false(KIND, Reason.STALE_GPUS, message)
-    remarks = [f"{len(tainted)} of them tainted, so new pods do not get them: {_in_words(tainted)}"] if tainted else []
+    parts = [f"{where} have {counted(sum(len(offer.devices) for offer in status.offers), 'device')}"]
+    if tainted := [name for offer in status.offers for name in offer.tainted]:
+        parts.append(f"{len(tainted)} of them tainted, so new pods do not get them: {_in_words(tainted)}")
     if without := granted - allocatable:
-        remarks.append(f"without {_in_words(without)}, which no CDI specification names: see CDISpecCurrent")
-    remarks += [status.message] if status.message else []
-    count = sum(len(offer.devices) for offer in status.offers)
-    return true(KIND, Reason.ADVERTISED, "; ".join([f"{where} have {counted(count, 'device')}", *remarks]))
+        parts.append(f"without {_in_words(without)}, which no CDI specification names: see CDISpecCurrent")
+    return true(KIND, Reason.ADVERTISED, "; ".join(filter(None, (*parts, status.message))))
 
 
 # Validation markers: files that tell the vendor's pods what works in this machine.
@@ -483,11 +471,11 @@ def settle_markers(
 
     A marker is refuted if a condition that it needs is False; a fault of only some GPUs refutes nothing, because the
     markers are about all. If none of these conditions is False, but one is Unknown, the marker stays as it is. If
-    markers are not configured, those that the agent made before are removed, and an empty
-    tuple is returned. If the vendor has no markers, an empty tuple is returned too.
+    markers are not configured, those that the agent made before are removed, and an empty tuple is returned. If the
+    vendor has no markers, an empty tuple is returned too.
     """
     configured = context.handoff.validation_markers
-    if not (configured or may_have_content(context.notes, MARKERS_NOTE)) or not vendor.markers:
+    if not (configured or context.notes.may_have(MARKERS_NOTE)) or not vendor.markers:
         return ()
     condition = attempt(MARKERS, lambda: _settle_markers(context, vendor, request, conditions))
     return (condition,) if configured else ()
@@ -501,14 +489,13 @@ def _settle_markers(
         # Noted before the first write, so that a marker of a killed run is removed later.
         context.notes.save(MARKERS_NOTE, {"made": True})
     foreign, doubts = list[str](), dict[ConditionType, Condition]()
+    faults = [
+        each
+        for each in conditions
+        if each.status is not Status.TRUE and not (each.gpus and set(each.gpus) < set(request.gpus))
+    ]
     for marker in vendor.markers:
-        # The fault of only some GPUs refutes nothing.
-        needed = (
-            each
-            for each in conditions
-            if each.type in marker.proof and not (each.gpus and set(each.gpus) < set(request.gpus))
-        )
-        doubtful = {each.type: each for each in needed if each.status != Status.TRUE}
+        doubtful = {each.type: each for each in faults if each.type in marker.proof}
         doubts |= doubtful
         present, content = _marker_content(system, marker.path), (FIRST_LINE + marker.content).encode()
         if present is not None and not present.startswith(FIRST_LINE.encode()):
@@ -518,7 +505,6 @@ def _settle_markers(
         elif not doubtful and present != content:
             system.write(marker.path, content)
     if not wanted:
-        # If markers are not configured, settle_markers drops this condition.
         context.notes.save(MARKERS_NOTE, {})
         return not_applicable(MARKERS, "no GPU is granted to this machine")
     if foreign:

@@ -36,12 +36,9 @@ VERSION = 1
 NODE_CONDITION = "node-condition"
 """Name of the only note that another service writes (unbounded-agent-node-condition.service)."""
 TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{DRA_STATUS_NAME}")
-"""Prefixes of temporary files that other services write next to the notes: the service that sets the Node's condition,
-and agent.dra."""
+"""Prefixes of temporary files that other services may be writing next to the notes: the service that sets the Node's
+condition, and agent.dra."""
 OWNED_COPY = f"{OWNED}.copy"
-AGES = "ages"
-"""Name of the note about when some files last changed: files whose times are compared with each other, and files that
-must be recent."""
 
 
 class Notes:
@@ -77,6 +74,13 @@ class Notes:
             document = {"version": VERSION, "digest": json_digest(value), "note": value}
             self._system.write(f"{MACHINE_STATE}/{name}.json", json.dumps(document).encode(), 0o600)
 
+    def may_have(self, name: str) -> bool:
+        """Return whether a note has content; True if it cannot be read, so that a later step reports the error."""
+        try:
+            return bool(self.load(name))
+        except OSError:
+            return True
+
 
 def ages_in(note: Mapping[str, Any]) -> Ages:
     """Return the ages that a note keeps in the form of `Ages.observations`."""
@@ -91,16 +95,15 @@ def noted_ages(notes: Notes) -> Iterator[Ages]:
     """
     ages = Ages()
     with contextlib.suppress(OSError):
-        ages = ages_in(notes.load(AGES))
+        ages = ages_in(notes.load("ages"))
     yield ages
     with contextlib.suppress(OSError):
-        notes.save(AGES, ages.observations)
+        notes.save("ages", ages.observations)
 
 
 def remove_remains(system: System) -> None:
     """Remove temporary files that killed writers left next to notes. Raises OSError."""
     for name in system.entries(MACHINE_STATE) if system.is_directory(MACHINE_STATE) else ():
-        # Other services' temporary files stay, because those services may be writing them now.
         if name.endswith(NEW) and not name.startswith(TEMPORARY_OF_OTHERS):
             system.remove(f"{MACHINE_STATE}/{name}")
 
@@ -108,75 +111,29 @@ def remove_remains(system: System) -> None:
 class Owned:
     """The record of the agent's own files outside /run. In other programs' files, the agent changes only its own keys.
 
-    There are two copies, because without the record, the agent would never change its own files again. If both are
-    missing, the record is empty. If at least one exists, but none can be read, the methods raise AgentError.
-
-    Each copy has a digest of its paths, because a damaged copy may still be valid JSON.
+    There are two copies, because without the record, the agent would never change its own files again. Each has a
+    digest of its paths, because a damaged copy may still be valid JSON. If both are missing, the record is empty. If at
+    least one exists, but none can be read, the methods raise AgentError.
     """
 
     def __init__(self, system: System) -> None:
         self._system = system
-        copies = [_load_owned(system, path) for path in (OWNED, OWNED_COPY)]
-        readable = [each for each in copies if isinstance(each, frozenset)]
-        faults = [each for each in copies if isinstance(each, str)]
-        self._fault = "; ".join(faults) if not readable else ""
-        self._paths = set(readable[0] if readable else ())
-        if readable and copies != [readable[0]] * 2:
-            # Repair the other copy. An error, such as that of a full or read-only disk, does not matter: the good copy
-            # can still be read.
+        copies = {path: _load_owned(system, path) for path in (OWNED, OWNED_COPY)}
+        readable = [each for each in copies.values() if isinstance(each, set)]
+        self._recorded = readable[0] if readable else set()
+        self._fault = "" if readable else "; ".join(each for each in copies.values() if isinstance(each, str))
+        if readable and any(each != readable[0] for each in copies.values()):
+            # An error, such as that of a full or read-only disk, does not matter: the good copy can still be read.
             with contextlib.suppress(OSError):
-                for path, copy in zip((OWNED, OWNED_COPY), copies, strict=True):
+                for path, copy in copies.items():
                     if isinstance(copy, str):
                         # The damaged copy may be a directory, which a rename cannot replace.
                         system.remove_tree(path)
-                self._save(self._paths)
+                self._save(self._recorded)
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """All recorded paths, sorted, whether they exist or not."""
-        return tuple(sorted(self._recorded()))
-
-    def make_way(self, path: str) -> bool:
-        """Return whether the agent may write this file: True if it is recorded as the agent's, or nothing is there.
-
-        If something other than a regular file is at a recorded path, it is removed, even if it is a link to a regular
-        file. A directory is moved aside instead, because its content may matter.
-        """
-        if path not in self._recorded():
-            return not self._system.exists(path)
-        mode = self._system.owner(path)[0] if self._system.exists(path) else stat.S_IFREG
-        if not stat.S_ISREG(mode):
-            if stat.S_ISDIR(mode):
-                aside = self._system.put_aside(path)
-                say(WARNING, f"{path} is damaged: a directory was in its place; moved it to {aside}")
-            else:
-                say(WARNING, f"{path} is damaged: it was not a file; removed it")
-                self._system.remove(path)
-        return True
-
-    def has(self, path: str) -> bool:
-        return path in self._recorded()
-
-    def claim(self, path: str) -> None:
-        """Record a path as the agent's. Call this before the first write: a crash must not leave an unrecorded file."""
-        if path not in self._recorded():
-            self._save(self._paths | {path})
-
-    def remove(self, path: str) -> bool:
-        """If the path is recorded as the agent's, remove the file and the record of the path.
-
-        Return whether a file was removed.
-        """
-        if path not in self._recorded():
-            return False
-        removed = self._system.exists(path)
-        self.make_way(path)
-        self._system.remove(path)
-        self._save(self._paths - {path})
-        return removed
-
-    def _recorded(self) -> set[str]:
-        """Return the recorded paths. Raises AgentError if neither copy can be read."""
+    def paths(self) -> frozenset[str]:
+        """All recorded paths, whether they exist or not."""
         if self._fault:
             raise AgentError(
                 f"cannot tell which files in this machine the agent wrote: {self._fault}",
@@ -184,19 +141,54 @@ class Owned:
                 "RuntimeConfigured name files (the specification in /etc/cdi, containerd's drop-in): remove those too, "
                 "and the run after that writes them again",
             )
-        return self._paths
+        return frozenset(self._recorded)
+
+    def has(self, path: str) -> bool:
+        return path in self.paths
+
+    def make_way(self, path: str) -> bool:
+        """Return whether the agent may write this file: True if it is recorded as the agent's, or nothing is there.
+
+        If something other than a regular file is at a recorded path, it is removed, even if it is a link to a regular
+        file. A directory is moved aside instead, because its content may matter.
+        """
+        if not self.has(path):
+            return not self._system.exists(path)
+        mode = self._system.owner(path)[0] if self._system.exists(path) else stat.S_IFREG
+        if stat.S_ISDIR(mode):
+            aside = self._system.put_aside(path)
+            say(WARNING, f"{path} is damaged: a directory was in its place; moved it to {aside}")
+        elif not stat.S_ISREG(mode):
+            say(WARNING, f"{path} is damaged: it was not a file; removed it")
+            self._system.remove(path)
+        return True
+
+    def claim(self, path: str) -> None:
+        """Record a path as the agent's. Call this before the first write: a crash must not leave an unrecorded file."""
+        if not self.has(path):
+            self._save(self._recorded | {path})
+
+    def remove(self, path: str) -> bool:
+        """If the path is recorded, remove the file and the record of it. Return whether a file was removed."""
+        if not self.has(path):
+            return False
+        removed = self._system.exists(path)
+        self.make_way(path)
+        self._system.remove(path)
+        self._save(self._recorded - {path})
+        return removed
 
     def _save(self, paths: set[str]) -> None:
         document = {"version": VERSION, "paths": sorted(paths), "digest": json_digest(sorted(paths))}
         content = json.dumps(document).encode() + b"\n"
         self._system.write(OWNED, content)
         self._system.write(OWNED_COPY, content)
-        # Set only after both writes. Otherwise, if they failed in `claim`, a second `claim` would find the path in
-        # `_paths` and succeed, although the path is not recorded on disk.
-        self._paths = paths
+        # Set only after both writes. Otherwise, if they failed in `claim`, a second `claim` would find the path, and
+        # succeed, although the path is not recorded on disk.
+        self._recorded = paths
 
 
-def _load_owned(system: System, path: str) -> frozenset[str] | str | None:
+def _load_owned(system: System, path: str) -> set[str] | str | None:
     """Return one copy of the record. Return a sentence if the copy is unusable; None if it is missing."""
     try:
         value = _parse(system.read(path))
@@ -206,7 +198,7 @@ def _load_owned(system: System, path: str) -> frozenset[str] | str | None:
         return f"{path}: {error.strerror or error}"
     match value:
         case {"version": version, "paths": [*paths], "digest": digest} if digest == json_digest(paths):
-            return frozenset(paths) if version == VERSION else f"{path} has version {version!r:.20}, which is unknown"
+            return set(paths) if version == VERSION else f"{path} has version {version!r:.20}, which is unknown"
     return f"{path} is damaged"
 
 
@@ -215,26 +207,6 @@ def _parse(content: bytes) -> object:
         return parse_json(content)
     except ValueError:
         return None
-
-
-T = TypeVar("T")
-
-
-class Once:
-    """Results that are computed once and used by several steps, some of which run in threads."""
-
-    def __init__(self) -> None:
-        self._locks: dict[str, threading.Lock] = {}
-        self._results: dict[str, Any] = {}
-
-    def get(self, name: str, compute: Callable[[], T]) -> T:
-        """Return the result with this name. The first caller computes it; if `compute` raises, the next one does."""
-        # A lock for each name: who waits for one result must not wait for another.
-        with self._locks.setdefault(name, threading.Lock()):
-            if name not in self._results:
-                self._results[name] = compute()
-            result: T = self._results[name]
-            return result
 
 
 class Context(NamedTuple):
@@ -246,31 +218,38 @@ class Context(NamedTuple):
     handoff: Handoff
     generation: str
     """The handoff's generation, a digest of its content. It is computed only once."""
-    once: Once
-    """Results that are computed only once for this handoff."""
+    once: dict[str, Any]
+    """Results that several steps use, by name."""
     unsynced: list[str]
     """Files that a crash of the kernel may still damage. They are synced only after the report has been written,
     because the report must not wait for that."""
 
     @classmethod
     def of(cls, system: System, handoff: Handoff) -> "Context":
-        return cls(system, Notes(system), Owned(system), handoff, handoff.generation, Once(), [])
+        return cls(system, Notes(system), Owned(system), handoff, handoff.generation, {}, [])
 
 
 ERROR_SHOWN = 200
-"""The largest number of characters of an error that a condition or a remark shows."""
+"""The largest number of characters of an unexpected error that a condition or a remark shows."""
+
+
+def in_words(error: Exception) -> str:
+    if isinstance(error, AgentError | OSError):
+        return str(error)
+    return f"{type(error).__name__}: {one_line(str(error))[:ERROR_SHOWN]}"
 
 
 def attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
     """Run a step and return its condition. An exception becomes a condition of type `kind` that is False."""
     try:
         return step()
-    except (AgentError, OSError) as error:
-        return false(kind, Reason.FAILED, str(error))
     # Any exception: unexpected content of a file that a pod can write must not keep the report from being written. The
     # condition's message is also logged.
     except Exception as error:
-        return false(kind, Reason.FAILED, f"{type(error).__name__}: {one_line(str(error))[:ERROR_SHOWN]}")
+        return false(kind, Reason.FAILED, in_words(error))
+
+
+T = TypeVar("T")
 
 
 class InBackground(Generic[T]):
@@ -280,21 +259,17 @@ class InBackground(Generic[T]):
     """
 
     def __init__(self, step: Callable[[], T]) -> None:
-        self._results: list[T] = []
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, args=(step,))
+        results: list[T] = []
+        self._results, self._thread = results, threading.Thread(target=lambda: results.append(step()))
         try:
             self._thread.start()
         except RuntimeError:
             # A pod may have used up the machine's processes and threads: run the step here and now.
-            self._thread = None
-            self._run(step)
-
-    def _run(self, step: Callable[[], T]) -> None:
-        self._results.append(step())
+            results.append(step())
 
     def result(self) -> T:
         """Wait until the step is done, and return its result."""
-        if self._thread:
+        if self._thread.ident is not None:
             self._thread.join()
         return self._results[0]
 
@@ -315,23 +290,22 @@ EARLY = 30.0
 class Failure(NamedTuple):
     """What a failed attempt depended on. The failure holds, for a time, until any of that changes."""
 
-    context: Context
-    note: str
+    notes: Notes
+    name: str
     """The name of the note about the failure."""
     state: str
 
     @classmethod
-    def of(cls, context: Context, note: str, *inputs: object) -> "Failure":
+    def of(cls, context: Context, name: str, *inputs: object) -> "Failure":
         """Return the failure that an attempt with these inputs, which are JSON data, may have.
 
-        It also depends on what the host publishes.
+        It also depends on what the host publishes, and on the agent's release.
         """
-        # Another release of the agent may succeed.
-        return cls(context, note, json_digest([__version__, publications(context), *inputs]))
+        return cls(context.notes, name, json_digest([__version__, publications(context), *inputs]))
 
     def noted(self) -> Mapping[str, Any]:
         """Return the details of the last attempt if it failed and the next attempt has to wait; otherwise nothing."""
-        noted = self.context.notes.load(self.note)
+        noted = self.notes.load(self.name)
         if noted.get("state") != self.state or time.monotonic() >= noted["until"]:
             return {}
         details: Mapping[str, Any] = noted["details"]
@@ -342,21 +316,11 @@ class Failure(NamedTuple):
 
         If that cannot be noted, the next run tries again.
         """
-        notes, now = self.context.notes, time.monotonic()
         with contextlib.suppress(OSError):
-            noted = notes.load(self.note)
+            noted = self.notes.load(self.name)
             first = noted.get("since") if noted.get("state") == self.state else None
-            since, until = next_attempt(first, now)
-            notes.save(self.note, {"state": self.state, "since": since, "until": until, "details": details})
-
-    @contextlib.contextmanager
-    def saved(self) -> Iterator[None]:
-        """Note that the attempt failed if the block raises AgentError or OSError, which is raised again."""
-        try:
-            yield
-        except (AgentError, OSError) as error:
-            self.save(message=str(error))
-            raise
+            since, until = next_attempt(first, time.monotonic())
+            self.notes.save(self.name, {"state": self.state, "since": since, "until": until, "details": details})
 
 
 def next_attempt(first: object, now: float) -> tuple[float, float]:

@@ -5,8 +5,8 @@ To settle a handoff, or a part of it, is to change the machine so that it matche
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from agent import __version__
 from agent.machine import cdi, containerd, devices, kubelet
@@ -15,7 +15,6 @@ from agent.machine.notes import (
     ERROR_SHOWN,
     LONGEST,
     Context,
-    Failure,
     InBackground,
     attempt,
     next_attempt,
@@ -23,8 +22,8 @@ from agent.machine.notes import (
     publications,
     repair_counts,
 )
-from agent.machine.vendors import machine_vendor
-from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, unknown, worst
+from agent.machine.vendors import VENDORS
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, worst
 from agent.model.contract import AllocatableVendor
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, DocumentError
@@ -56,6 +55,14 @@ from agent.system.journal import ERROR, INFO, WARNING, say, say_changes
 from agent.system.process import Runner
 from agent.vendors.machine_vendor import MachineVendor
 
+HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
+REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
+# The id of the machine's boot, not of the host's: nspawn mounts a new one at each start (setup_boot_id in nspawn.c).
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+ROUNDS = 5
+"""How many handoffs one run may settle. The run itself checks for a new handoff, because systemd's path unit misses
+changes while the service runs."""
+
 
 class Outcome(NamedTuple):
     """The result of settling one request, or all requests."""
@@ -68,153 +75,6 @@ class Outcome(NamedTuple):
     Allocation."""
     fabric: tuple[FabricAnswer, ...] = ()
     """What the GPUs say of their registration with the fabric."""
-
-
-def settle_request(context: Context, request: Request, read_newest: Callable[[], Handoff | None]) -> Outcome:
-    """Bring the machine in line with one request of the handoff, and return the result.
-
-    `read_newest` returns the current handoff, which may be newer than that of the request; None if it cannot be read.
-    """
-    if request.vendor == OTHER_DEVICES:
-        return Outcome(devices.settle_others(context, request, read_newest()))
-    vendor = machine_vendor(request.vendor)
-    if vendor is None:
-        message = f"the image's agent does not support vendor {request.vendor}: update it to the host agent's release"
-        return Outcome((false(ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR, message),))
-    return _settle_gpus(context, vendor, request, read_newest)
-
-
-def _settle_gpus(
-    context: Context, vendor: MachineVendor, request: Request, read_newest: Callable[[], Handoff | None]
-) -> Outcome:
-    opened = InBackground(lambda: attempt(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request)))
-    # The generator may be running already (agent.machine.prefetch), so steps that do not need its result come first.
-    configured = attempt(
-        ConditionType.RUNTIME_CONFIGURED, lambda: containerd.configure_runtime(context, vendor, request)
-    )
-    active = InBackground(
-        lambda: attempt(ConditionType.RUNTIME_ACTIVE, lambda: containerd.check_active(context, configured))
-    )
-    linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))
-    # nvidia-smi needs the libraries. The GPUs are asked while the generator has them open too.
-    fabric = InBackground(lambda: _fabric(context, vendor, request))
-    published = cdi.Published(unknown(ConditionType.CDI_SPEC_CURRENT, Reason.NOT_TRIED, ""))
-
-    def publish(*, at_once: bool = False) -> Condition:
-        nonlocal published
-        published = cdi.publish_spec(context, vendor, request, at_once=at_once)
-        return published.condition
-
-    spec_condition, modes_remark, left_out = attempt(ConditionType.CDI_SPEC_CURRENT, publish), "", False
-    if request.cdi_modes:
-        modes_remark, left_out = cdi.publish_modes(context, vendor, request)
-    # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
-    removed, not_withdrawn = devices.withdraw_nodes(context, request, read_newest())
-    if (removed or not_withdrawn) and spec_condition.status is not Status.TRUE:
-        # Try again. The generator lists every GPU that has a node, so it omits the withdrawn GPUs only now that their
-        # nodes are gone. If there is a condition `not_withdrawn`, some nodes may be gone even though `removed` is empty
-        # (the removal of a node could not be noted), so try again in this case too. But that condition may last, so an
-        # attempt then waits as usual.
-        spec_condition = attempt(ConditionType.CDI_SPEC_CURRENT, lambda: publish(at_once=bool(removed)))
-    if left_out and spec_condition.reason == Reason.VERIFIED:
-        spec_condition = spec_condition._replace(reason=Reason.EDITS_LEFT_OUT)
-    (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
-    conditions: tuple[Condition, ...] = (linked, configured, active.result(), opened.result(), spec_condition)
-    allocatable = None
-    if context.handoff.allocation == DRA:
-        allocatable = cdi.allocatable_vendor(context, vendor, request, published.devices, spec_condition)
-    else:
-        kind = ConditionType.GPUS_ADVERTISED
-        conditions += (attempt(kind, lambda: kubelet.check_advertised(context, vendor, request, published.devices)),)
-    conditions += kubelet.settle_markers(context, vendor, request, conditions)
-    names = published.devices
-    if len(context.handoff.requests) > 1:
-        # The names are qualified, because each vendor has a device `all`, and a report must not have a name twice.
-        names = tuple(f"{vendor.spec_kind}={name}" for name in names)
-    conditions += (not_withdrawn,) if not_withdrawn else ()
-    return Outcome(conditions, names, allocatable, fabric.result())
-
-
-def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[FabricAnswer, ...]:
-    """Return what the GPUs say of their registration with the fabric.
-
-    To ask a GPU is to open it. So the GPUs are asked only when the host publishes something: a handoff, or the same one
-    again, as `gpus attach` does after a reset, the states of GPUs, or what their fabric depends on. Until all are
-    registered, they are asked again, as often as Failure allows. Nor are they asked more often because the Fabric
-    Manager dies again and again, although the host publishes each of its starts.
-    """
-    if not request.gpus:
-        return ()
-    on_host = b""
-    with contextlib.suppress(FileNotFoundError):
-        on_host = context.system.read(f"{MACHINE_HANDOFF_DIRECTORY}/{FABRIC_NAME}", SIZE_LIMIT)
-    # What the fabric of the GPUs depends on, in words of the host half; empty if it says nothing.
-    note, host = f"fabric-{vendor.name}", [context.generation, on_host.decode(errors="replace")]
-    cause = json_digest([*host, publications(context)])
-    try:
-        noted, now = context.notes.load(note), time.monotonic()
-        same = noted.get("cause") == cause
-        since, until = _waiting(host, noted, now, same=same)
-        answers = tuple(FabricAnswer(*each) for each in noted["answers"]) if same or now < until else None
-        if answers is not None and now < until:
-            return answers
-        failure = Failure.of(context, f"{note}-failed", cause)
-        if answers is not None and (vendor.fabric_settled(request, answers) or failure.noted()):
-            return answers
-        answers = vendor.query_fabric(context.system, request)
-        if not vendor.fabric_settled(request, answers):
-            failure.save(message="not all GPUs are registered")
-        if not same:
-            since, until = next_attempt(since, now)
-        asked = {"cause": cause, "host": host, "since": since, "until": until}
-        context.notes.save(note, {**asked, "answers": [list(each) for each in answers]})
-        return answers
-    # Any exception, as in `attempt`. No answer is no verdict.
-    except Exception as error:
-        say(WARNING, f"cannot tell whether the GPUs are registered with the fabric: {error}")
-        return ()
-
-
-def _waiting(host: list[str], noted: Mapping[str, Any], now: float, *, same: bool) -> tuple[float, float]:
-    """Return since when the Fabric Manager has changed again and again, and until when GPUs are not asked therefore.
-
-    Both are `now` if something else has changed since they were asked, or if the Fabric Manager did not for a while.
-    `host` is the handoff's generation, and what the host says of the fabric. `same` says that nothing has changed.
-    """
-    if noted:
-        (generation, cause), since, until = noted["host"], noted["since"], noted["until"]
-        if same or (generation == host[0] and cause != host[1] and now - until <= LONGEST):
-            return since, until
-    return now, now
-
-
-def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    if not vendor.driver_files:
-        devices.link_dri_nodes(context, request)
-        # `link_libraries` is not called: as this request has no driver root, it would take the links to another
-        # vendor's libraries for stale ones, and remove them.
-        return not_applicable(ConditionType.LIBRARIES_LINKED, "no driver files are granted to this machine")
-    return link_libraries(context, request, vendor.data_directories)
-
-
-def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    # Unmount nodes that the host has removed, and do that before the check. Once the check's condition reports nodes
-    # with wrong numbers, the host binds new nodes at once, and these must not be unmounted.
-    devices.unmount_removed(
-        context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request))
-    )
-    devices.link_nodes(context, request)
-    condition = devices.check_devices(context, request)
-    return devices.with_hidden_driver(context.system, condition, vendor.kernel_paths)
-
-
-HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
-REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
-# The id of the machine's boot, not of the host's: nspawn mounts a new one at each start (setup_boot_id in nspawn.c).
-BOOT_ID = "/proc/sys/kernel/random/boot_id"
-ROUNDS = 5
-"""How many handoffs one run may settle. The run itself checks for a new handoff, because systemd's path unit misses
-changes while the service runs."""
 
 
 def main(runner: Runner) -> int:
@@ -289,7 +149,10 @@ def _rounds(system: System) -> Iterator[Outcome]:
         yield outcome
         # If the host has published the handoff again during this round, the outcome is not reported: the host may have
         # bound the nodes that this outcome calls missing. In the last round, the outcome is reported in any case.
-        if not (rounds_left and _is_outdated(published, system)):
+        newest = published
+        with contextlib.suppress(FileNotFoundError):
+            newest = system.identity(HANDOFF)
+        if newest == published or not rounds_left:
             report(context, outcome, Publication(published.inode, published.mtime_ns))
             reported = published
         for path in context.unsynced:
@@ -314,34 +177,75 @@ def _read_handoff(system: System, published: FileIdentity) -> Handoff:
         raise
 
 
-def _is_outdated(published: FileIdentity, system: System) -> bool:
-    """Return whether the host has published the handoff again since the file had this identity."""
-    try:
-        return system.identity(HANDOFF) != published
-    except FileNotFoundError:
-        return False
+def report(context: Context, outcome: Outcome, publication: Publication) -> None:
+    """Write the report. Every run writes it, even without a change, because it is also the machine's heartbeat."""
+    system = context.system
+    if not system.is_directory(MACHINE_REPORT_DIRECTORY):
+        raise AgentError(
+            f"{MACHINE_REPORT_DIRECTORY} is missing, so nothing can be reported",
+            "the host binds it: run `unbounded-agent apply` there, then restart the machine",
+        )
+    changed: tuple[str, ...] = ()
+    # An error must not keep the report from being written. The next run compares again.
+    with contextlib.suppress(OSError):
+        changed = kubelet.changed_files(context)
+    document = Report(
+        context.generation,
+        outcome.conditions,
+        outcome.devices,
+        system.read(BOOT_ID, 64).decode().strip(),
+        __version__,
+        repair_counts(context.notes),
+        next((each.advertised for each in outcome.conditions if each.advertised is not None), None),
+        changed,
+        publication,
+        outcome.fabric,
+    )
+    system.write(REPORT, render_report(document))
 
 
 def settle(context: Context) -> Outcome:
     """Settle all requests, and merge their conditions into one of each type."""
+    system, handoff = context.system, context.handoff
     cdi.remove_stale_specs(context)
-    not_noted = devices.note_unknown_nodes(context)
-    requests = (*context.handoff.requests, *devices.withdrawn_requests(context))
-    outcomes = [settle_request(context, each, lambda: _newest(context.system)) for each in requests]
-    node_condition = _node_condition(context)
-    all_conditions = (*not_noted, *(condition for outcome in outcomes for condition in outcome.conditions))
-    conditions = _merged((*all_conditions, *_offered(context, outcomes)))
-    if any(request.gpus for request in context.handoff.requests):
+    conditions = [*devices.note_unknown_nodes(context)]
+    requests = (*handoff.requests, *devices.withdrawn_requests(context))
+    outcomes = [_settle_request(context, each) for each in requests]
+    conditions += [condition for outcome in outcomes for condition in outcome.conditions]
+    if handoff.allocation == DRA:
+        vendors = [each.allocatable for each in outcomes if each.allocatable]
+        conditions.append(attempt(ConditionType.GPUS_ADVERTISED, lambda: kubelet.settle_offer(context, vendors)))
+    else:
+        with contextlib.suppress(OSError):
+            system.remove(ALLOCATABLE)
+    merged = _merged(conditions)
+    if any(request.gpus for request in handoff.requests):
         kind, what = ConditionType.CDI_SPEC_CURRENT, "which pods are outdated"
-        conditions = _remarked(conditions, kind, what, lambda: cdi.outdated_remark(context))
-    if devices.may_have_content(context.notes, devices.WITHDRAWN):
+        merged = _remarked(merged, kind, what, lambda: cdi.outdated_remark(context))
+    if context.notes.may_have(devices.WITHDRAWN):
         kind, what = ConditionType.DEVICES_ALLOWED, "which processes still have nodes open that are no longer granted"
-        conditions = _remarked(conditions, kind, what, lambda: devices.left_open_remark(context))
-    return Outcome(
-        (*conditions, *node_condition),
-        tuple(device for outcome in outcomes for device in outcome.devices),
-        fabric=tuple(answer for outcome in outcomes for answer in outcome.fabric),
-    )
+        merged = _remarked(merged, kind, what, lambda: devices.left_open_remark(context))
+    if system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
+        merged += (node_condition_set(context.notes),)
+    names = tuple(device for outcome in outcomes for device in outcome.devices)
+    return Outcome(merged, names, fabric=tuple(answer for outcome in outcomes for answer in outcome.fabric))
+
+
+def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
+    """Merge the conditions of each type into one, as `worst` does. `used_plugins` says which conditions count.
+
+    If one of the conditions has the reason WrongNode, the merged condition has this reason, because it makes the host
+    bind nodes.
+    """
+    by_type: dict[ConditionType, list[Condition]] = {}
+    for each in conditions:
+        by_type.setdefault(each.type, []).append(each)
+    merged = []
+    for same_type in by_type.values():
+        found = worst(kubelet.used_plugins(same_type))
+        wrong_node = any(each.reason == Reason.WRONG_NODE for each in same_type)
+        merged.append(found._replace(reason=Reason.WRONG_NODE) if wrong_node else found)
+    return tuple(merged)
 
 
 def _remarked(
@@ -356,57 +260,6 @@ def _remarked(
     return with_remark(conditions, kind, remark) if remark else conditions
 
 
-def _offered(context: Context, outcomes: Iterable[Outcome]) -> tuple[Condition, ...]:
-    """If the node itself is to offer its GPUs, publish the devices that claims can have, and return GPUsAdvertised.
-
-    Otherwise, remove what was published, and return an empty tuple.
-    """
-    if context.handoff.allocation != DRA:
-        with contextlib.suppress(OSError):
-            context.system.remove(ALLOCATABLE)
-        return ()
-    vendors = [each.allocatable for each in outcomes if each.allocatable]
-    return (attempt(ConditionType.GPUS_ADVERTISED, lambda: kubelet.settle_offer(context, vendors)),)
-
-
-def _node_condition(context: Context) -> tuple[Condition, ...]:
-    try:
-        if not context.system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
-            return ()
-        return (node_condition_set(context.notes),)
-    except OSError as error:
-        return (false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error)),)
-
-
-def report(context: Context, outcome: Outcome, publication: Publication) -> None:
-    """Write the report. Every run writes it, even without a change, because it is also the machine's heartbeat."""
-    system = context.system
-    if not system.is_directory(MACHINE_REPORT_DIRECTORY):
-        raise AgentError(
-            f"{MACHINE_REPORT_DIRECTORY} is missing, so nothing can be reported",
-            "the host binds it: run `unbounded-agent apply` there, then restart the machine",
-        )
-    changed: tuple[str, ...] = ()
-    # An error must not keep the report from being written. The next run compares again.
-    with contextlib.suppress(OSError):
-        changed = kubelet.changed_files(context)
-    boot_id = system.read(BOOT_ID, 64).decode().strip()
-    advertised = next((each.advertised for each in outcome.conditions if each.advertised is not None), None)
-    document = Report(
-        context.generation,
-        outcome.conditions,
-        outcome.devices,
-        boot_id,
-        __version__,
-        repair_counts(context.notes),
-        advertised,
-        changed,
-        publication,
-        outcome.fabric,
-    )
-    system.write(REPORT, render_report(document))
-
-
 def _newest(system: System) -> Handoff | None:
     """Return the current handoff, which may be newer than the one that this run settles; None if it cannot be read."""
     try:
@@ -415,18 +268,107 @@ def _newest(system: System) -> Handoff | None:
         return None
 
 
-def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
-    """Merge the conditions of each type into one, as `worst` does. `used_plugins` says which conditions count.
+def _settle_request(context: Context, request: Request) -> Outcome:
+    """Bring the machine in line with one request of the handoff, and return the result."""
+    if request.vendor == OTHER_DEVICES:
+        return Outcome(devices.settle_others(context, request, _newest(context.system)))
+    vendor = VENDORS.get(request.vendor)
+    if vendor is None:
+        message = f"the image's agent does not support vendor {request.vendor}: update it to the host agent's release"
+        return Outcome((false(ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR, message),))
+    opened = InBackground(lambda: attempt(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request)))
+    # The generator may be running already (agent.machine.prefetch), so steps that do not need its result come first.
+    configured = attempt(
+        ConditionType.RUNTIME_CONFIGURED, lambda: containerd.configure_runtime(context, vendor, request)
+    )
+    active = InBackground(
+        lambda: attempt(ConditionType.RUNTIME_ACTIVE, lambda: containerd.check_active(context, configured))
+    )
+    linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))
+    # nvidia-smi needs the libraries. The GPUs are asked while the generator has them open too.
+    fabric = InBackground(lambda: _fabric(context, vendor, request))
+    published = cdi.publish_spec(context, vendor, request)
+    modes_remark, left_out = cdi.publish_modes(context, vendor, request) if request.cdi_modes else ("", False)
+    # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
+    removed, not_withdrawn = devices.withdraw_nodes(context, request, _newest(context.system))
+    if (removed or not_withdrawn) and published.condition.status is not Status.TRUE:
+        # Try again. The generator lists every GPU that has a node, so it omits the withdrawn GPUs only now that their
+        # nodes are gone. If there is a condition `not_withdrawn`, some nodes may be gone even though `removed` is empty
+        # (the removal of a node could not be noted), so try again in this case too. But that condition may last, so an
+        # attempt then waits as usual.
+        published = cdi.publish_spec(context, vendor, request, at_once=bool(removed))
+    spec_condition = published.condition
+    if left_out and spec_condition.reason == Reason.VERIFIED:
+        spec_condition = spec_condition._replace(reason=Reason.EDITS_LEFT_OUT)
+    (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
+    conditions: tuple[Condition, ...] = (linked, configured, active.result(), opened.result(), spec_condition)
+    names, allocatable = published.devices, None
+    if context.handoff.allocation == DRA:
+        allocatable = cdi.allocatable_vendor(context, vendor, request, names, spec_condition)
+    else:
+        advertised = attempt(
+            ConditionType.GPUS_ADVERTISED,
+            lambda: kubelet.check_advertised(context, vendor, request, published.devices),
+        )
+        conditions += (advertised,)
+    conditions += kubelet.settle_markers(context, vendor, request, conditions)
+    if len(context.handoff.requests) > 1:
+        # The names are qualified, because each vendor has a device `all`, and a report must not have a name twice.
+        names = tuple(f"{vendor.spec_kind}={name}" for name in names)
+    conditions += (not_withdrawn,) if not_withdrawn else ()
+    return Outcome(conditions, names, allocatable, fabric.result())
 
-    If one of the conditions has the reason WrongNode, the merged condition has this reason, because it makes the host
-    bind nodes.
+
+def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
+    # Unmount nodes that the host has removed, and do that before the check. Once the check's condition reports nodes
+    # with wrong numbers, the host binds new nodes at once, and these must not be unmounted.
+    paths = (*(device.path for device in request.devices), *vendor.bound_directories(request))
+    devices.unmount_removed(context.system, paths)
+    devices.link_nodes(context, request)
+    return devices.check_devices(context, request, vendor.kernel_paths)
+
+
+def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:
+    if vendor.driver_files:
+        return link_libraries(context, request, vendor.data_directories)
+    devices.link_dri_nodes(context, request)
+    # `link_libraries` is not called: as this request has no driver root, it would take the links to another vendor's
+    # libraries for stale ones, and remove them.
+    return not_applicable(ConditionType.LIBRARIES_LINKED, "no driver files are granted to this machine")
+
+
+def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[FabricAnswer, ...]:
+    """Return what the GPUs say of their registration with the fabric.
+
+    To ask a GPU is to open it. So the GPUs are asked only when the host publishes something: a handoff, or the same one
+    again, as `gpus attach` does after a reset, the states of GPUs, or what their fabric depends on. Until all are
+    registered, they are asked again, ever more rarely (`next_attempt`). Nor are they asked more often because the
+    Fabric Manager dies again and again, although the host publishes each of its starts.
     """
-    by_type: dict[ConditionType, list[Condition]] = {}
-    for each in conditions:
-        by_type.setdefault(each.type, []).append(each)
-    merged = []
-    for same_type in by_type.values():
-        wrong_node = any(each.reason == Reason.WRONG_NODE for each in same_type)
-        found = worst(kubelet.used_plugins(same_type))
-        merged.append(found._replace(reason=Reason.WRONG_NODE) if wrong_node else found)
-    return tuple(merged)
+    if not request.gpus:
+        return ()
+    # `manager` is what the fabric of the GPUs depends on, in words of the host half; empty if it says nothing.
+    generation, manager, note, first = context.generation, "", f"fabric-{vendor.name}", None
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            path = f"{MACHINE_HANDOFF_DIRECTORY}/{FABRIC_NAME}"
+            manager = context.system.read(path, SIZE_LIMIT).decode(errors="replace")
+        cause, now = json_digest([generation, manager, publications(context)]), time.monotonic()
+        if noted := context.notes.load(note):
+            answers = tuple(FabricAnswer(*each) for each in noted["answers"])
+            same, until = noted["cause"] == cause, noted["until"]
+            started_again = noted["generation"] == generation and noted["manager"] != manager
+            waits = (same or started_again) and now < until
+            if waits or (same and vendor.fabric_settled(request, answers)):
+                return answers
+            if same or (started_again and now - until <= LONGEST):
+                first = noted["since"]
+        answers = vendor.query_fabric(context.system, request)
+        since, until = next_attempt(first, now)
+        asked = {"cause": cause, "generation": generation, "manager": manager, "since": since, "until": until}
+        context.notes.save(note, {**asked, "answers": [list(each) for each in answers]})
+        return answers
+    # Any exception, as in `attempt`. No answer is no verdict.
+    except Exception as error:
+        say(WARNING, f"cannot tell whether the GPUs are registered with the fabric: {error}")
+        return ()

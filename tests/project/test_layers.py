@@ -186,7 +186,7 @@ def test_values_are_structs_or_named_tuples() -> None:
     [
         ("host/plan/goal.py", "agent.model.facts.Facts", True),
         ("model/facts.py", "agent.host.plan.goal.Plan", False),
-        ("host/plan/goal.py", "agent.machine.vendors.VENDOR_NAMES", False),
+        ("host/plan/goal.py", "agent.machine.vendors.VENDORS", False),
         ("machine/run.py", "agent.host.vendors.HOST_VENDORS", False),
         ("machine/run.py", "agent.config.settings.Config", False),
         ("dra/service.py", "agent.config.settings.Config", False),

@@ -18,7 +18,7 @@ import pytest
 
 from agent.machine.containerd import check_active, configure_vendor
 from agent.machine.notes import Context
-from agent.machine.vendors import machine_vendor
+from agent.machine.vendors import VENDORS
 from agent.model.conditions import Condition, ConditionType, Reason, Status, unknown
 from agent.model.errors import AgentError
 from agent.model.handoff import Handoff
@@ -143,10 +143,8 @@ class ContainerdMachine:
     def settle(self, vendor: str = "nvidia", *, default: bool = False, drop_in: str = "") -> Condition:
         """Run the step once, with notes and ownership as a new process reads them."""
         self.spawned.clear()
-        half = machine_vendor(vendor)
-        assert half
         handoff = Handoff("node", "x86_64", (), default_runtime=default, containerd_drop_in=drop_in)
-        return configure_vendor(self.context(handoff), half)
+        return configure_vendor(self.context(handoff), VENDORS[vendor])
 
     def context(self, handoff: Handoff) -> Context:
         return Context.of(System(self._runner, str(self.root)), handoff)

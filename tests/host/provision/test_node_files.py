@@ -228,7 +228,7 @@ def test_the_machine_half_keeps_every_setting_of_containerd() -> None:
     main = tomllib.loads(files[CONTAINERD].content.decode())
     handler = RuntimeHandler("gpu", "/usr/bin/gpu-runtime")
     dump = {"version": 2, "plugins": main["plugins"]}
-    drop_in = render(Configuration(main, {}, dump), (1, 7, 24), handler, default=False)
+    drop_in = render(Configuration({CONTAINERD: main}, dump), (1, 7, 24), handler, default=False)
     with_ours = {"version": 2, "plugins": {**dump["plugins"], **drop_in["plugins"]}}
     assert list(problems(dump, with_ours, drop_in, handler, default=False)) == []
     cri = drop_in["plugins"][CRI_2]

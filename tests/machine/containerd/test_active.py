@@ -1,6 +1,5 @@
 """Whether containerd serves the kubelet (CRI): containerd itself says so, and its unit does not."""
 
-import threading
 import time
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 
 from agent.machine.containerd import plugin_errors
 from agent.machine.containerd_tables import CRI_2, MAIN
-from agent.machine.notes import Once
 from agent.machine.run import run
 from agent.system.process import Completed
 from tests.fakes.containerd_files import MAIN_2
@@ -161,22 +159,3 @@ def test_containerd_is_asked_at_its_own_socket(
     restarted(machine, main_process=52)
     (call,) = asked(machine)
     assert call[: len(expected) + 2] == ("ctr", *expected, "plugins")
-
-
-def test_who_waits_for_one_result_does_not_wait_for_another() -> None:
-    """A containerd that hangs must not delay other questions."""
-    once, release, began = Once(), threading.Event(), threading.Event()
-
-    def slow() -> bool:
-        began.set()
-        return release.wait(10)
-
-    thread = threading.Thread(target=once.get, args=("slow", slow))
-    thread.start()
-    assert began.wait(10)
-    try:
-        assert once.get("other", lambda: "result") == "result"
-        assert thread.is_alive()
-    finally:
-        release.set()
-        thread.join()

@@ -133,7 +133,7 @@ def test_a_noted_file_that_changes_is_parsed_again(machine: Machine, parsed: lis
 
 def drop_in(main: str, containerd: tuple[int, ...], *imported: str, default: bool = False) -> dict[str, Any]:
     files = {f"/etc/containerd/{index}.toml": tomllib.loads(each) for index, each in enumerate(imported)}
-    configuration = Configuration(tomllib.loads(main), files, DUMP)
+    configuration = Configuration({MAIN: tomllib.loads(main), **files}, DUMP)
     return render(configuration, containerd, HANDLER, default=default)
 
 
@@ -358,7 +358,7 @@ def test_from_2_3_on_the_main_files_version_is_the_drop_ins(last: str) -> None:
 def test_a_file_loaded_after_ours_is_refused_if_it_would_win() -> None:
     """containerd 1.x takes a plugin's table from the file loaded last."""
     files = {"/etc/containerd/conf.d/99-zz.toml": {"version": 2, "plugins": {CRI_2: {"sandbox_image": "x"}}}}
-    configuration = Configuration({"version": 2}, files, DUMP, tuple(files), DROP_IN)
+    configuration = Configuration({MAIN: {"version": 2}, **files}, DUMP, tuple(files), DROP_IN)
     with pytest.raises(AgentError, match=f"{DROP_IN} is loaded before .*99-zz.toml"):
         render(configuration, V17, HANDLER, default=False)
     assert render(configuration, V21, HANDLER, default=False)["version"] == 2
@@ -1424,7 +1424,7 @@ def test_a_real_containerd_reads_it_back(main: str, tmp_path: Path) -> None:
     verb = "migrate" if (2, 0, 0) <= version < DUMP_MIGRATES else "dump"
     dump = tomllib.loads(tool("--config", f"{tmp_path}/before.toml", "config", verb))
     # 1.6 handles the tables in the same way, but has no CDI.
-    configuration = Configuration(tomllib.loads(before), {}, dump)
+    configuration = Configuration({MAIN: tomllib.loads(before)}, dump)
     wanted = render(configuration, max(version, (1, 7, 0)), HANDLER, default=True)
     (tmp_path / "drop-in.toml").write_text(tomlkit.dumps(wanted))
     (tmp_path / "after.toml").write_bytes(with_import(before.encode(), f"{tmp_path}/drop-in.toml"))

@@ -191,9 +191,7 @@ def test_a_running_containerd_whose_program_was_replaced_counts(machine: Machine
     """A package's upgrade does not stop the running containerd, which would skip a specification for the new one."""
     settled(machine)
     replace_containerd(machine, "v1.7.12", "v1.7.24")
-    machine.calls.clear()
     run(machine)
-    assert [call[1] for call in machine.calls if call[0] == "systemctl"] == ["show"], "PID 1 is asked once in a run"
     assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     running = "containerd 1.7.12 (it is still running: restart containerd.service)"
