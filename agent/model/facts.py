@@ -11,8 +11,6 @@ from agent.model.handoff import FabricAnswer, Publication, Repair
 from agent.model.paths import LIVE_NAME
 from agent.model.typed_json import Format
 
-# The source of a mount, as the host observes it. Pure.
-
 
 class MountSource(Struct, frozen=True):
     """The source of a mount in the settings, with symbolic links resolved."""
@@ -22,11 +20,8 @@ class MountSource(Struct, frozen=True):
     """Each directory and symbolic link that the configured path leads through, and the source itself."""
 
 
-# An entry of a unit's DeviceAllow= list, systemd.resource-control(5).
-
-
 class DeviceAllow(Struct, frozen=True):
-    """What a unit may do with a device or a group of devices, written as `/dev/char/195:0 rw`."""
+    """An entry of DeviceAllow= (systemd.resource-control(5)): what a unit may do with devices, as `/dev/nvidia0 rw`."""
 
     node: str
     """A path in /dev, or a group such as `char-pts`."""
@@ -43,11 +38,8 @@ class DeviceAllow(Struct, frozen=True):
         return f"{self.node} {self.permissions}" if self.permissions else self.node
 
 
-# A driver root, and the files in it.
-
-
 class Library(Struct, frozen=True, order=True):
-    """One driver library or companion file, with its path on the host and its path below a driver root."""
+    """One driver library or companion file of a driver root."""
 
     target: str
     """Relative path below the driver root, such as `usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01`."""
@@ -59,8 +51,7 @@ class Library(Struct, frozen=True, order=True):
     mtime_ns: int = 0
     executable: bool = False
     text: str = ""
-    """If the source's text names paths that exist only on the host: the text that the copy gets instead. Otherwise
-    empty."""
+    """What the copy gets instead of a text that names paths of the host; otherwise empty."""
 
 
 UNSTAGED = -1
@@ -68,19 +59,16 @@ UNSTAGED = -1
 
 
 class StagedRoot(Struct, frozen=True, eq=False):
-    """One driver root. In facts, it is complete and on disk; in a goal, it may still have to be staged.
-
-    Comparisons of roots ignore `place` and `hidden`.
-    """
+    """One driver root. In facts, it is complete and on disk; in a goal, it may still have to be staged."""
 
     index: int
     vendor: str
     version: str
     files: tuple[Library, ...]
     place: str = ""
-    """Name of the place on the host from which the files were copied; empty if that was not recorded."""
+    """Name of the place on the host from which the files were copied; empty if that was not recorded. Not compared."""
     hidden: bool = False
-    """The root is not mounted, so machines do not see it."""
+    """The root is not mounted, so machines do not see it. Not compared."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StagedRoot) and self._compared == other._compared
@@ -96,32 +84,22 @@ class StagedRoot(Struct, frozen=True, eq=False):
         return self.index, self.vendor, self.version, self.files
 
 
-# Facts that decide how GPUs are offered by Dynamic Resource Allocation. Grants do not depend on them.
-
-
 class GpuFault(Struct, frozen=True):
     """A fatal error of a GPU, which the driver wrote into the kernel log."""
 
     reason: str
-    """One word, such as `Xid79`."""
     meaning: str
-    """What happened, what it means, and what to do."""
     since: float
-    """When the service read the error, in seconds since the epoch. The error is older if the service was down.
-
-    The time in the log's record is not used: the kernel log's clock drifts, and stops during suspend. `since` is also
-    `timeAdded` of the GPU's taint: if `since` were earlier than the taint, pods with `tolerationSeconds` would be
-    evicted too early.
-    """
+    """When the service read the error, in seconds since the epoch; the kernel log's own clock drifts. It is also
+    `timeAdded` of the GPU's taint: if it were earlier, pods with `tolerationSeconds` would be evicted too early."""
 
 
 class Placement(Struct, frozen=True):
-    """Where in the host a GPU is attached."""
+    """Where in the host a GPU is attached: -1 and empty if the platform does not say."""
 
     numa_node: int = -1
-    """-1 if the platform does not say."""
     pcie_root: str = ""
-    """The root complex, such as `pci0000:00`; empty if it is unknown."""
+    """The root complex, such as `pci0000:00`."""
 
 
 class Tainted(Struct, frozen=True):
@@ -130,27 +108,23 @@ class Tainted(Struct, frozen=True):
     evict: bool
     """Whether pods that have the GPU are evicted."""
     since: float
-    """When `gpus detach` tainted the GPU, in seconds since the epoch."""
 
 
 class GpuFacts(Struct, frozen=True):
-    """What is known about GPUs, by PCI address."""
+    """What decides how GPUs are offered by Dynamic Resource Allocation, by PCI address. Grants do not depend on it."""
 
     faults: Mapping[str, GpuFault] = field(default_factory=dict)
     """Fatal errors, until the GPU's driver is unbound or an administrator attaches the GPU."""
     tainted: Mapping[str, Tainted] = field(default_factory=dict)
-    """GPUs that are detached or being detached. Machines still have the GPUs that are being detached."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Observed only if a machine uses Dynamic Resource Allocation."""
 
 
-# The last grant published to a machine, recorded where no machine can write.
-#
-# Root in a machine can rewrite its handoff, so the host half never reads a handoff to decide anything.
-
-
 class Granted(Struct, frozen=True):
-    """The grant in one generation of the handoff."""
+    """The last grant published to a machine, recorded where no machine can write.
+
+    Root in a machine can rewrite its handoff, so the host half never reads a handoff to decide anything.
+    """
 
     generation: str
     gpus: tuple[str, ...]
@@ -160,27 +134,22 @@ class Granted(Struct, frozen=True):
     """Indices of the driver roots, by vendor."""
 
 
-# The settings that a running machine has: those it started with, and later changes.
-#
-# The host half keeps this record in /run, and writes it again at each start of the machine. Without the record, the
-# host half does not know what the machine has.
-
-
 READ_ONLY, READ_WRITE = "ro:", "rw:"
 
 
 class LiveSettings(Struct, frozen=True):
-    """In a goal, the settings that a machine should have; in facts, the settings that it has."""
+    """The settings that a running machine has, or that it should have: those it started with, and later changes.
+
+    The host half keeps this record in /run, and writes it again at each start of the machine.
+    """
 
     fixed: str
-    """Digest of the settings that only a restart can change. It is empty if only one thing is known about these
-    settings: that they differ from the goal's."""
+    """Digest of the settings that only a restart can change; empty if they are only known to differ from the goal's."""
     allow: tuple[DeviceAllow, ...]
-    """The entries that the agent put into the DeviceAllow= list of the machine's unit, in order."""
+    """What the agent put into the DeviceAllow= list of the machine's unit, in order."""
     nodes: Mapping[str, str]
-    """By path, the nodes and directories that are bound. The value of a node is `major:minor`; that of a directory is
-    READ_ONLY or READ_WRITE, followed by the inode number. A bound node is the same inode as on the host, so its mode
-    and owner need not be recorded."""
+    """By path, what is bound: `major:minor` of a node (the same inode as on the host, so with its mode and owner); of a
+    directory, READ_ONLY or READ_WRITE with the inode number."""
     rebound: str = ""
     """The generation of the handoff for which all nodes were bound again, because the machine reported some missing."""
     unsure: bool = False
@@ -188,33 +157,24 @@ class LiveSettings(Struct, frozen=True):
     owners: Mapping[str, str] = field(default_factory=dict)
     """The owner of each device in `allow` when it was permitted: a GPU's PCI address, or the path of a shared node."""
     mounts: tuple[str, ...] = ()
-    """Targets of the configured mounts that the machine has: those whose sources existed when the machine started."""
+    """Targets of the configured mounts whose sources existed when the machine started."""
     withdrawn: tuple[str, ...] = ()
-    """Nodes that were bound since the machine's start and are no longer granted, sorted. The machine half removes these
-    nodes, but they stay in this list, because the host half does not learn that they are gone."""
+    """Nodes that were bound since the machine's start and are no longer granted, sorted. They stay in this list: the
+    host half does not learn when the machine half has removed them."""
     kept_since: float = 0.0
-    """Since when `allow` has had permissions that are no longer granted, in seconds of CLOCK_MONOTONIC; 0 if it has
-    no such permission. If several permissions lost their grant one after another, the time of the first one counts."""
+    """Since when `allow` has had a permission that is no longer granted, by CLOCK_MONOTONIC; 0 if it has none."""
 
 
 _FORMAT = Format(LiveSettings, 1)
 
 
 def render_live(live: LiveSettings) -> bytes:
-    """Return the record as JSON."""
     return _FORMAT.render(live)
 
 
 def parse_live(data: bytes) -> LiveSettings:
     """Return the settings in a record. Raises DocumentError, which names the key."""
     return _FORMAT.parse(LIVE_NAME, data)
-
-
-# The record of the GPUs that machines were last granted. GPUs in it that are no longer on the PCI bus are lost.
-#
-# Because this record is the only evidence of a lost GPU, there are two synced copies of it, each with a digest. A good
-# copy replaces a damaged one. If both are damaged, a condition reports the damage until an administrator acknowledges
-# it, as for a lost GPU.
 
 
 class RememberedGpu(Struct, frozen=True, order=True):
@@ -236,12 +196,15 @@ class RememberedGpu(Struct, frozen=True, order=True):
 
 
 class Remembered(Struct, frozen=True):
-    """The whole record."""
+    """The record of the GPUs that machines were last granted. Those that are no longer on the PCI bus are lost.
+
+    It is the only evidence of a lost GPU, so there are two synced copies, each with a digest. If both are damaged, a
+    condition reports that until an administrator acknowledges it, as for a lost GPU.
+    """
 
     gpus: tuple[RememberedGpu, ...] = ()
     damage: str = ""
-    """Why an earlier record could not be read; empty if there is no such damage. GPUs that were lost before the damage
-    are unknown."""
+    """Why an earlier record could not be read: GPUs that were lost before are unknown. Empty without such damage."""
 
 
 class Absent(Struct, frozen=True):
@@ -273,9 +236,9 @@ class DeviceNode(Struct, frozen=True, order=True):
     kind: DeviceKind
     number: DeviceNumber
     pci_address: str = ""
-    """The PCI address of the GPU that the node, or its partition, belongs to; empty for nodes that all GPUs share."""
+    """Of the GPU that the node, or its partition, belongs to; empty for nodes that all GPUs share."""
     capability: str = ""
-    """For DeviceKind.CAPABILITY: the path below /proc/driver/nvidia/capabilities, such as `mig/config`."""
+    """The path below /proc/driver/nvidia/capabilities, such as `mig/config`."""
 
 
 class IncompletePartition(Struct, frozen=True, order=True):
@@ -290,7 +253,6 @@ class PciDevice(Struct, frozen=True, order=True):
     """One device on the PCI bus, as sysfs shows it; `driver` is empty if none is bound."""
 
     address: str
-    """Domain, bus, device and function in the kernel's form: `0000:01:00.0`."""
     vendor_id: int
     class_id: int
     """24 bits: 0x030200 is a 3D controller."""
@@ -298,10 +260,9 @@ class PciDevice(Struct, frozen=True, order=True):
     override: str = ""
     """The only driver that may bind the device (driver_override). Observed only while none is bound."""
     virtual: bool = False
-    """It is an SR-IOV virtual function, and its physical function is on this host. False in a virtual machine that has
-    only the virtual function."""
+    """It is an SR-IOV virtual function of a physical function on this host."""
     integrated: bool = False
-    """It is in one slot with the security processor of AMD's processors, so it is a part of the processor."""
+    """It shares a slot with the security processor of AMD's processors, so it is a part of the processor."""
 
 
 class DrmDevice(Struct, frozen=True, order=True):
@@ -332,16 +293,14 @@ class Gpu(Struct, frozen=True, order=True):
     """Empty until the driver has initialised the GPU."""
     minor: int | None = None
     why_lost: str = ""
-    """What the kernel log said when the GPU stopped answering; kept until its driver is unbound."""
+    """What the kernel log said when the GPU stopped answering."""
     detached: bool = False
     """An administrator detached the GPU: no machine is granted it until it is attached or plugged in again."""
     excluded: bool = False
     """The driver has the GPU, but lets nobody open it, because a parameter of its module says so."""
     override: str = ""
-    """As in PciDevice. If it names a driver that is not the vendor's, the GPU is reserved, for example for a virtual
-    machine that is off."""
+    """As in PciDevice. A driver that is not the vendor's reserves the GPU, for example for a virtual machine."""
     virtual: bool = False
-    """As in PciDevice."""
     integrated: bool = False
     """It is a part of the processor. In a virtual machine, this may be True for a card too."""
     modules: tuple[str, ...] | None = None
@@ -353,10 +312,9 @@ class ServiceDirectory(Struct, frozen=True, order=True):
     """A directory in /run in which a daemon of the driver has its sockets."""
 
     service: str
-    """The daemon's name in the settings of machines."""
     path: str
     inode: int
-    """The directory's inode number. Some daemons create a new directory at each start."""
+    """Some daemons create a new directory at each start."""
     writable: bool = False
 
 
@@ -365,13 +323,11 @@ class UserSpace(Struct, frozen=True):
 
     version: Seen[str]
     files: Seen[tuple[Library, ...]]
-    """The user-space files of `version`, for a driver root."""
     problems: tuple[str, ...] = ()
     """Files and directories that were refused or are broken, one sentence each."""
     not_installed: tuple[str, ...] = ()
     """Optional parts of a driver that this host does not have, in words."""
     other_version: tuple[str, ...] = ()
-    """Paths of files that are left out, because they belong to another version."""
     place: str = ""
     """Where the host keeps the files, in words."""
     place_name: str = ""
@@ -394,7 +350,6 @@ class FabricService(Struct, frozen=True):
     started: Seen[int] = 0
     """When the unit last became active, in microseconds since the host booted; 0 if it has not."""
     missing_modules: tuple[str, ...] = ()
-    """Kernel modules that the Fabric Manager may need, and that are not loaded."""
 
 
 class Driver(Struct, frozen=True):
@@ -403,11 +358,9 @@ class Driver(Struct, frozen=True):
     module_version: Seen[str]
     user_space: UserSpace
     fabric: Seen[str] = Absent("no NVSwitch")
-    """With NVSwitch: ActiveState of the Fabric Manager's unit (`active`, `failed`). If the Fabric Manager runs without
-    a unit: `running`."""
+    """With NVSwitch: ActiveState of the Fabric Manager's unit, or `running` without one."""
     persistence: Seen[str] = Absent("no persistence daemon")
     persistence_started: Seen[int] = 0
-    """When the daemon's unit last became active, as FabricService.started."""
     fabric_service: FabricService = FabricService()
 
 
@@ -422,7 +375,6 @@ class VendorFacts(Struct, frozen=True):
     node_problems: Mapping[str, str] = field(default_factory=dict)
     """Why nodes must not be used, one sentence each, by path."""
     other_problems: tuple[str, ...] = ()
-    """Refused or broken entries that are not nodes, one sentence each."""
     incomplete: tuple[IncompletePartition, ...] = ()
     driver_expected: bool = True
     """Whether GPUs without a driver are expected to get one. If not, such a GPU goes only to machines whose settings
@@ -430,7 +382,6 @@ class VendorFacts(Struct, frozen=True):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Return what was refused or is broken, one sentence each."""
         return (*self.node_problems.values(), *self.other_problems)
 
 
@@ -453,15 +404,13 @@ class Report(Struct, frozen=True):
     repairs: Mapping[Repair, int] = field(default_factory=dict)
     """How often each repair was made since the machine's boot."""
     advertised_gpus: int | None = None
-    """How many of the granted GPUs the node offers to pods; None if that is unknown."""
     changed_files: tuple[str, ...] = ()
     """Files that differ from what `up` put into the machine."""
     publication: Publication | None = None
     """The publication of the handoff that the report answers; None if that is unknown."""
     fabric: tuple[FabricAnswer, ...] = ()
-    """What GPUs say of their registration with the fabric."""
     refused: str = ""
-    """Why the machine half cannot use the handoff; empty if it can."""
+    """Why the machine half cannot use the handoff."""
     unknown_conditions: tuple[str, ...] = ()
     """Conditions that this release does not know, such as `NewCheck=False (Failed)`: a newer machine half's."""
 
@@ -473,7 +422,7 @@ class MachineFacts(Struct, frozen=True):
     root: Seen[str]
     """Path of the machine's root directory; Unseen for users without access to /var/lib/machines (mode 0700)."""
     unit_state: Seen[str]
-    """ActiveState of `systemd-nspawn@NAME.service`."""
+    """ActiveState."""
     kept_from_boot_by: str = ""
     """The command after which the machine no longer starts whenever the host boots; empty if it does not do so now."""
     masked: bool = False
@@ -488,23 +437,22 @@ class MachineFacts(Struct, frozen=True):
     cancelled. Also True if the unit is masked and inactive. If `has_run` is True and `unit_state` is `inactive`,
     somebody stopped the machine."""
     unit_needs_reload: bool = False
-    """NeedDaemonReload of the machine's unit: its files changed since systemd read them."""
+    """Its files changed since systemd read them (NeedDaemonReload)."""
     device_allow: tuple[DeviceAllow, ...] = ()
     """DeviceAllow= of the machine's unit in systemd, including entries from files that the agent did not write."""
     granted: Seen[Granted] = Absent("nothing was granted to it yet")
     granted_age: float = 0.0
-    """Seconds since the grant was last published, changed or not."""
+    """Seconds since it was last published, changed or not."""
     live: LiveSettings | None = None
-    """The settings that the running machine has; None if they are unknown. Then `live_unseen` may say why."""
+    """None if unknown. Then `live_unseen` may say why."""
     live_unseen: str = ""
     live_age: float = float("inf")
     started: tuple[bytes, bytes] | None = None
     """The .nspawn file and drop-in at the machine's start; observed only if `live` is None or has no `fixed`."""
     handed_roots: Seen[tuple[int, ...]] = Absent("no record")
-    """Indices of driver roots that handoffs have named since the machine's start. The record may lack the roots that
-    the current handoff names."""
+    """Indices of driver roots that earlier handoffs since the machine's start have named."""
     publication: Publication | None = None
-    """The last publication of the handoff; None if there is none, or its file could not be observed."""
+    """Of the handoff; None if there is none, or its file could not be observed."""
     report: Seen[Report] = Absent("the machine has not reported")
     report_age: float = 0.0
     """In seconds; also known of a malformed report."""
@@ -553,23 +501,21 @@ class Facts(Struct, frozen=True):
     staged_unseen: str = ""
     """Why the driver roots could not be listed; empty if they could."""
     time_records: Mapping[str, bytes] = field(default_factory=dict)
-    """Contents of files to write, by path. They record newer times of host files whose content is still as staged."""
+    """Files to write, which record newer times of host files whose content is still as staged."""
     staged_problems: tuple[str, ...] = ()
     remembered: Seen[Remembered] = Unseen("the record of granted GPUs was not read")
     draining: frozenset[str] = frozenset()
-    """PCI addresses of detached GPUs that processes may still use. A GPU is in this set until the last of these
-    processes has exited."""
+    """PCI addresses of detached GPUs that processes may still use."""
     gpus: GpuFacts = field(default_factory=GpuFacts)
     mount_sources: Mapping[str, Seen[MountSource]] = field(default_factory=dict)
     nspawn_sources: Mapping[str, str] = field(default_factory=dict)
-    """Real paths of the sources that `nspawn.extra` mounts, by the path in that setting. Observed only if a machine has
-    extra mounts."""
+    """Real paths of the sources that `nspawn.extra` mounts, by the path in that setting."""
     problems: tuple[str, ...] = ()
     """State of the agent that was discarded, and facts about the host that were not understood; a sentence each."""
     stub_resolver: bool = False
     """Whether the host's programs query systemd-resolved on the loopback interface for DNS. Pods cannot reach it."""
     state_free: Seen[int] = Unseen("it was not observed")
-    """Free bytes of the file system of STATE."""
+    """Bytes of the file system of STATE."""
     reload_pending: bool = False
     """The agent changed unit files, and systemd has not read them since."""
     files: dict[str, FileState] = field(default_factory=dict)

@@ -40,7 +40,7 @@ class DriverRoots(Struct, frozen=True):
 
     staged: tuple[StagedRoot, ...]
     current: int | None = None
-    """Index of the root that the machine's current handoff names."""
+    """Index of the one that the machine's current handoff names."""
 
 
 class Grant(Struct, frozen=True):
@@ -48,7 +48,6 @@ class Grant(Struct, frozen=True):
 
     vendor: str
     gpus: tuple[str, ...] = ()
-    """PCI addresses."""
     nodes: tuple[DeviceNode, ...] = ()
     driver_files: bool = True
     """Whether the vendor's GPUs are useless without user-space files of the host."""
@@ -63,18 +62,14 @@ class Grant(Struct, frozen=True):
     directories: tuple[ServiceDirectory, ...] = ()
     """Socket directories of those daemons in `services` that are running."""
     cdi_modes: tuple[str, ...] = ()
-    """Modes in which the vendor's generator makes further CDI specifications."""
     cdi_hooks: tuple[str, ...] = ()
-    """Hooks that the vendor's CDI specification has in addition to those that every GPU needs."""
     environment: tuple[Variable, ...] = ()
-    """Variables for pods with any of the vendor's devices."""
     fabric_cause: str | None = ""
     """What the GPUs' fabric and persistence mode depend on, in words: services and kernel modules. None if it could not
     be observed."""
     problems: tuple[str, ...] = ()
-    """Requests that cannot be granted, one sentence each."""
     missing: tuple[str, ...] = ()
-    """Requested non-GPU devices that are missing, in words. Everything else is granted without them."""
+    """Requested devices of other kinds that are missing, in words. Everything else is granted without them."""
 
 
 def gpu_nodes(grants: Iterable[Grant]) -> frozenset[str]:
@@ -105,7 +100,6 @@ class MachineGoal(Struct, frozen=True):
     handoff: Handoff
     handoff_file: OwnedFile
     granted: Granted
-    """The grant in that handoff."""
     live: LiveSettings
     """The settings that the machine will have when it runs with this goal."""
     missing: tuple[str, ...] = ()
@@ -113,10 +107,7 @@ class MachineGoal(Struct, frozen=True):
 
     @property
     def generation(self) -> str:
-        """Return the handoff's generation, as recorded in `granted`.
-
-        Computing it from the handoff would take longer than the rest of the plan.
-        """
+        """The handoff's. Computing it again would take longer than the rest of the plan."""
         return self.granted.generation
 
 
@@ -124,12 +115,10 @@ class Goal(Struct, frozen=True):
     """Everything that this host should have."""
 
     driver_roots: tuple[StagedRoot, ...]
-    """Roots that the handoffs name."""
     machines: tuple[MachineGoal, ...]
     waiting_roots: tuple[StagedRoot, ...]
     """Roots that no handoff names yet, because no kernel module of the root's version is loaded."""
     remembered: Seen[Remembered]
-    """The GPUs that machines were last granted, including those lost since."""
 
     def files(self) -> tuple[OwnedFile, ...]:
         """Return every owned file in the order of writing: the handoffs last."""
@@ -249,7 +238,6 @@ class ChangeDevices(Step, frozen=True):
     foreign: tuple[DeviceAllow, ...]
     """Entries of the unit's DeviceAllow= list that the agent did not add. They stay."""
     read_only: frozenset[str] = frozenset()
-    """Paths of nodes to bind read-only."""
 
     @property
     def rebinds(self) -> bool:
@@ -280,10 +268,6 @@ class Done(Struct, frozen=True):
 
     kind: ActionKind
     sentence: str
-    """What the action's `describe()` returned."""
-
-
-# Turns an unexpected error in the work for one machine into a fact, so that other machines are not affected. Pure.
 
 
 SHOWN = 200
@@ -291,7 +275,10 @@ SHOWN = 200
 
 
 class Fault(Unseen, frozen=True):
-    """An unexpected error, which users neither cause nor fix: a bug, possibly triggered by a hostile machine."""
+    """An unexpected error in the work for one machine as a fact, so that other machines are not affected.
+
+    Users neither cause nor fix it: it is a bug, possibly triggered by a hostile machine.
+    """
 
     error: Exception
 

@@ -15,12 +15,7 @@ from agent.model.json_document import HOST, IMAGE, accept_version, decode, get, 
 from agent.model.paths import HANDOFF_NAME, HANDOFF_VERSION
 from agent.model.text import MESSAGE_LIMIT, json_digest, one_line, printable
 
-# Versions of the handoff's and the report's format. Pure, and without imports, because it is loaded early.
-
-
 REPORT_VERSION = 1
-
-
 SIZE_LIMIT = 1 << 20
 """Bytes of the largest handoff or report that is read. Real ones are far smaller."""
 UNCOUNTED = ("withdrawn",)
@@ -33,7 +28,6 @@ RENDERED_LIMIT = 32
 """Rendered documents that are kept in memory: one for each machine of a large host."""
 REMARK_LIMIT = MESSAGE_LIMIT // 2
 """Characters of a condition's message that a remark may take up."""
-
 CHANGED_FILES_LIMIT = 100
 """The largest number of changed files that a report lists."""
 
@@ -64,7 +58,6 @@ class FabricAnswer(NamedTuple):
     """What a GPU says of its registration with the NVLink fabric, and of persistence mode, in its driver's words."""
 
     gpu: str
-    """PCI address."""
     state: str
     """Empty if the driver cannot be asked for it."""
     status: str
@@ -92,7 +85,7 @@ class GrantedFile(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """An environment variable."""
+    """An environment variable for pods with any of the vendor's devices."""
 
     name: str
     value: str
@@ -111,7 +104,6 @@ class Request(NamedTuple):
     sockets: tuple[str, ...] = ()
     """Names of daemons on the host whose sockets pods may use."""
     environment: tuple[Variable, ...] = ()
-    """Variables for pods with any of the vendor's devices."""
     cdi_modes: tuple[str, ...] = ()
     """Modes in which the vendor's generator makes further CDI specifications."""
     cdi_hooks: tuple[str, ...] = ()
@@ -127,7 +119,6 @@ class Handoff(NamedTuple):
     default_runtime: bool = False
     """Whether the runtime handler `nvidia` is to be containerd's default."""
     restart_device_plugin: bool = False
-    """Whether a vendor's device plugin may be restarted;"""
     containerd_drop_in: str = ""
     """Path of the agent's part of containerd's configuration; empty for the usual path."""
     validation_markers: bool = False

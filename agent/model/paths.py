@@ -7,10 +7,7 @@ CONFIG_DIRECTORY = "/etc/unbounded-agent/config.d"
 
 STATE = "/var/lib/unbounded-agent"
 HOST_NVIDIA = f"{STATE}/host-nvidia"
-"""Parent of the published driver roots `<index>/`; bound read-only at MACHINE_HOST_NVIDIA.
-
-See agent.host.apply.driver_roots.
-"""
+"""Parent of the published driver roots `<index>/`; bound read-only at MACHINE_HOST_NVIDIA."""
 TREES = f"{STATE}/trees"
 """Has the files of each driver root in `<index>/`. Machines see them only through mounts in HOST_NVIDIA."""
 MOUNT_POINTS = f"{STATE}/mount-points"
@@ -26,15 +23,14 @@ MANIFESTS = f"{STATE}/driver-roots"
 OWNED = f"{STATE}/owned.json"
 MACHINES_STATE = f"{STATE}/machines"
 LAST_GOOD_CONFIG = f"{STATE}/last-good-config.json"
-"""The last valid configuration, see agent.config.load."""
 REMEMBERED_GPUS = (f"{STATE}/granted-gpus.json", f"{STATE}/granted-gpus.copy.json")
-"""Two copies of the record of the last granted GPUs, in the order of writing (agent.model.facts)."""
+"""Two copies of the record of the last granted GPUs, in the order of writing."""
 AS_FOUND = (f"{STATE}/as-found.json", f"{STATE}/as-found.copy.json")
 """Two copies of the record of the host as it was before `up` first changed it, in the order of writing."""
 NODES = f"{STATE}/nodes"
 """Has a record `<machine>.json` for each node that `up` made: what its root file system was made from."""
 NODE_FILES = f"{STATE}/node-files.json"
-"""In a machine: what `up` put into its root file system (agent.model.contract)."""
+"""In a machine: what `up` put into its root file system."""
 BINARIES = f"{STATE}/binaries"
 """Programs of nodes, and archives of programs, that were fetched and verified, by digest."""
 
@@ -52,19 +48,17 @@ RELOAD_PENDING = f"{RUNTIME}/reload-owed"
 """Exists until systemd has read changed unit files. NeedDaemonReload is not enough: after `systemctl set-property`, it
 no longer shows that they have changed."""
 CONDITIONS = f"{RUNTIME}/conditions.json"
-"""The last evaluated conditions, world-readable: `status` reads the times of the last changes there."""
+"""The last evaluated conditions, world-readable."""
 AGES = f"{RUNTIME}/ages.json"
 """When the files on which time limits depend last changed, by CLOCK_MONOTONIC."""
 GPUS = f"{RUNTIME}/gpus.json"
 """What is known of single GPUs until they leave the PCI bus: detached, lost, or failed."""
 LAST_GOOD_LOCK = f"{RUNTIME}/last-good-config.lock"
-"""Held while LAST_GOOD_CONFIG is written."""
 GPUS_LOCK = f"{RUNTIME}/gpus.lock"
-"""Held while GPUS is read and written again."""
 KERNEL_LOG_READ = f"{RUNTIME}/kernel-log.json"
-"""How far the service has read the kernel log. After a restart it continues there, and so misses no messages."""
+"""How far the service has read the kernel log."""
 WAKE = f"{RUNTIME}/wake"
-"""`gpus forget` writes this file, so that the service makes a pass and stops reporting the lost GPU."""
+"""A change of this file makes the service make a pass."""
 
 MACHINE_ROOTS = "/var/lib/machines"
 PARTIAL = ".partial"
@@ -88,11 +82,10 @@ MACHINE_HANDOFF_DIRECTORY = "/run/unbounded-agent/handoff"
 MACHINE_REPORT_DIRECTORY = "/run/unbounded-agent/report"
 MACHINE_STATE = "/run/unbounded-agent/state"
 CDI_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
-"""Directories in the machine where container runtimes look for CDI specifications. The last one takes precedence
-(cdi.DefaultSpecDirs)."""
+"""Where container runtimes look for CDI specifications. The last one takes precedence (cdi.DefaultSpecDirs)."""
 HANDOFF_NAME = "handoff.json"
 HANDOFF_VERSION = 1
-"""The version of that document (agent.model.handoff). It is here for agent.machine.prefetch, which loads little."""
+"""It is here for agent.machine.prefetch, which loads little."""
 CONDITIONS_NAME = "conditions.json"
 REPORT_NAME = "report.json"
 TOKEN_NAME = "bootstrap-token"
@@ -100,21 +93,20 @@ TOKEN_NAME = "bootstrap-token"
 JOINED_NAME = "joined"
 """A file next to the report: the kubelet has joined the cluster. It contains the name of the Node object."""
 GPU_STATES_NAME = "gpus.json"
-"""A file next to the handoff: the states of the granted GPUs (agent.model.contract)."""
+"""A file next to the handoff: the states of the granted GPUs."""
 FABRIC_NAME = "fabric"
-"""A file next to the handoff: what the GPUs' registration with their fabric depends on, in words of the host half
-(Grant.fabric_cause). Whenever it changes, the machine half asks the GPUs again. It is no part of the handoff, because
-nothing that was set up depends on it."""
+"""A file next to the handoff: what the GPUs' registration with their fabric depends on (Grant.fabric_cause). Whenever
+it changes, the machine half asks the GPUs again."""
 ALLOCATABLE_NAME = "allocatable.json"
 ALLOCATABLE = f"{MACHINE_STATE}/{ALLOCATABLE_NAME}"
-"""The devices in the machine that pods may be given by claims (agent.model.contract)."""
+"""The devices in the machine that pods may be given by claims."""
 DRA_STATUS_NAME = "dra-status.json"
 DRA_STATUS = f"{MACHINE_STATE}/{DRA_STATUS_NAME}"
-"""What agent.dra offers to the cluster (agent.model.contract)."""
+"""What agent.dra offers to the cluster."""
 DRA_STATE = f"{STATE}/dra"
 """A directory in the machine, on disk: which claims agent.dra has prepared."""
 DRA_DRIVER = "gpu.unbounded-agent.io"
-"""The name of the driver for Dynamic Resource Allocation, for the GPUs of all vendors. DeviceClasses select by it."""
+"""The name of the driver for Dynamic Resource Allocation, by which DeviceClasses select."""
 LIVE_NAME = "live.json"
 GRANTED_NAME = "granted.json"
 NODE_CONDITION_MARK = f"{STATE}/node-condition"
@@ -152,7 +144,6 @@ def spec_file(vendor: str) -> str:
 
 
 def mode_spec_file(vendor: str, mode: str) -> str:
-    """Return where, in the machine, the CDI specification for one mode of a vendor's generator is published."""
     return spec_file(f"{vendor}-{mode}")
 
 
@@ -172,7 +163,6 @@ def rewritten_nspawn(machine: str) -> str:
 
 
 def machine_root(machine: str) -> str:
-    """Return the directory of the machine's root file system."""
     return f"{MACHINE_ROOTS}/{machine}"
 
 
@@ -191,7 +181,6 @@ def staged_root(machine: str, digest: str) -> str:
 
 
 def node_record(machine: str) -> str:
-    """Return the record of what the machine's root file system was made from."""
     # The copy of machine x's record is x.copy.json. So the record of a machine named x.copy gets a second dot, and is
     # x.copy..json. No machine's name ends in a dot.
     return f"{NODES}/{machine}{'.' if machine.endswith('.copy') else ''}.json"
@@ -223,17 +212,16 @@ def handoff_directory(machine: str) -> str:
 
 
 def handoff_file(machine: str) -> str:
-    """Return the file that the machine half acts on."""
     return f"{handoff_directory(machine)}/{HANDOFF_NAME}"
 
 
 def handed_roots_file(machine: str) -> str:
-    """Return the record of the driver roots that the machine's handoffs have named since its start."""
+    """Return the record of the driver roots that handoffs have named since the machine's start."""
     return f"{MACHINES_STATE}/{machine}/driver-roots.json"
 
 
 def granted_file(machine: str) -> str:
-    """Return the record of the last grant, outside the directory that the machine sees; see agent.model.facts."""
+    """Return the record of the last grant, outside the directory that the machine sees."""
     return f"{MACHINES_STATE}/{machine}/{GRANTED_NAME}"
 
 
@@ -282,7 +270,7 @@ def joined_file(machine: str) -> str:
 
 
 def live_file(machine: str) -> str:
-    """Return the record of the running machine's settings, see agent.model.facts."""
+    """Return the record of the running machine's settings."""
     return f"{MACHINES_RUNTIME}/{machine}/{LIVE_NAME}"
 
 

@@ -27,35 +27,10 @@ then, the kernel gives it to another thread and wakes only that thread, so the m
 
 class _Call(Generic[T]):
     def __init__(self, call: Callable[[], T], *, is_source: bool) -> None:
-        self.is_source = is_source
-        """Whether the call observes the source of a mount (`call_source`)."""
-        self._call = call
-        self._result: T | None = None
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until the call has ended, for at most `seconds`. Return whether it has."""
-        deadline = time.monotonic() + seconds
-        while not self._ended.wait(max(0.0, min(SIGNAL_INTERVAL, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
-                return False
-        return True
-
-    def result(self) -> T:
-        """Return what the call returned, or raise what it raised."""
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]
-
-    def run(self) -> None:
-        try:
-            self._result = self._call()
-        except BaseException as error:
-            self._error = error
-
-    def end(self) -> None:
-        self._ended.set()
+        self.call, self.is_source = call, is_source
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
 
 
 _idle: list[SimpleQueue[_Call[Any]]] = []
@@ -63,24 +38,17 @@ _idle: list[SimpleQueue[_Call[Any]]] = []
 thread takes longer than most calls. It is a daemon thread, so the process can exit while a call hangs."""
 
 
-def _worker() -> SimpleQueue[_Call[Any]]:
-    # Another thread may take the last idle one at any time.
-    try:
-        return _idle.pop()
-    except IndexError:
-        calls: SimpleQueue[_Call[Any]] = SimpleQueue()
-        threading.Thread(target=_work, args=(calls,), name="bounded", daemon=True).start()
-        return calls
-
-
 def _work(calls: SimpleQueue[_Call[Any]]) -> None:
     while True:
         call = calls.get()
-        call.run()
-        # `call.end()` lets the caller continue. Before that, this worker is listed as idle, so that the caller's next
-        # call can use it.
+        try:
+            call.result = call.call()
+        except BaseException as error:
+            call.error = error
+        # `ended` lets the caller continue. Before that, this worker is listed as idle, so that the caller's next call
+        # can use it.
         _idle.append(calls)
-        call.end()
+        call.ended.set()
         # Without `del`, this thread would keep what the call refers to, such as a connection, until its next call.
         del call
 
@@ -106,23 +74,32 @@ def bounded(what: str, call: Callable[[], T], seconds: float, *, is_source: bool
         raise TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
     running = _Call(call, is_source=is_source)
     try:
-        worker = _worker()
-    except RuntimeError as error:
-        # The unit's limit of tasks (TasksMax=), or the host's, is reached.
-        raise OSError(errno.EAGAIN, str(error), what) from error
+        # Another thread may take the last idle one at any time.
+        worker = _idle.pop()
+    except IndexError:
+        worker = SimpleQueue()
+        try:
+            threading.Thread(target=_work, args=(worker,), name="bounded", daemon=True).start()
+        except RuntimeError as error:
+            # The unit's limit of tasks (TasksMax=), or the host's, is reached.
+            raise OSError(errno.EAGAIN, str(error), what) from error
     worker.put(running)
-    if running.wait(seconds):
-        return running.result()
-    _overdue[what] = running
-    # A shortened limit may be less than a second, and would be shown as 0 s.
-    limit = f"within {seconds:.0f} s" if seconds > 0.5 else "in time"
-    raise TimeoutError(errno.ETIMEDOUT, f"no answer {limit}", what)
+    deadline = time.monotonic() + seconds
+    while not running.ended.wait(max(0.0, min(SIGNAL_INTERVAL, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            _overdue[what] = running
+            # A shortened limit may be less than a second, and would be shown as 0 s.
+            limit = f"within {seconds:.0f} s" if seconds > 0.5 else "in time"
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer {limit}", what)
+    if running.error is not None:
+        raise running.error
+    return running.result  # type: ignore[return-value]
 
 
 def stuck() -> tuple[str, ...]:
     """Return the names of calls that missed their deadline and still hang."""
     # This loops over a copy and removes with `pop`, because several threads may call this function at the same time.
-    for what in [what for what, each in list(_overdue.items()) if each.wait(0)]:
+    for what in [what for what, each in list(_overdue.items()) if each.ended.is_set()]:
         _overdue.pop(what, None)
     return tuple(_overdue)
 

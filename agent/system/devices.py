@@ -18,7 +18,6 @@ from agent.model.paths import PCI_DEVICES
 from agent.model.text import whole_number
 from agent.system import opening
 from agent.system.files import NOT_FOUND, System
-from agent.system.trust import entries_if_present
 
 # Receives udevd's events. The only module that imports pyudev.
 
@@ -108,9 +107,9 @@ class Sysfs:
 
     def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]:
         try:
-            udevd_runs = self._system.exists(CONTROL)
+            processed = self._system.exists(CONTROL)
             names = [name for name in self._names(DRM) if DRM_MINOR.fullmatch(name)]
-            found = [self._drm_device(name) for name in names if not udevd_runs or self._is_processed(name)]
+            found = [self._drm_device(name, processed=processed) for name in names]
         except OSError as error:
             return Unseen(f"{error.filename or DRM}: {error.strerror or error}")
         return tuple(sorted(each for each in found if each))
@@ -134,7 +133,10 @@ class Sysfs:
             # The vendor is read last. If the device is removed meanwhile, the missing vendor shows that. A missing
             # driver would not show it, because a device may have no driver.
             driver = os.path.basename(self._system.read_link(f"{place}/driver") or "")
-            override = "" if driver else self._override(place)
+            override = ""
+            if not driver:
+                with contextlib.suppress(FileNotFoundError):
+                    override = self._system.attribute(f"{place}/driver_override").strip().replace("(null)", "")
             virtual = self._system.exists(f"{place}/physfn")
             integrated = self._is_integrated(address, names)
             vendor = self._number(f"{place}/vendor")
@@ -146,44 +148,32 @@ class Sysfs:
 
     def _is_integrated(self, address: str, names: tuple[str, ...]) -> bool:
         """Return PciDevice.integrated. `names` are the addresses of all PCI devices."""
-        slot = address.rpartition(".")[0]
-        return any(
-            self._is_security_processor(each) for each in names if each.startswith(f"{slot}.") and each != address
-        )
-
-    def _is_security_processor(self, address: str) -> bool:
-        # An error, as of a function that was removed meanwhile, says nothing about the GPU in its slot.
-        with contextlib.suppress(OSError):
-            return self._number(f"{PCI_DEVICES}/{address}/class") >> 8 == ENCRYPTION
+        slot = f"{address.rpartition('.')[0]}."
+        for each in names:
+            # An error, as of a function that was removed meanwhile, says nothing about the GPU in its slot.
+            with contextlib.suppress(OSError):
+                in_slot = each.startswith(slot) and each != address
+                if in_slot and self._number(f"{PCI_DEVICES}/{each}/class") >> 8 == ENCRYPTION:
+                    return True
         return False
 
-    def _override(self, place: str) -> str:
-        try:
-            text = self._system.attribute(f"{place}/driver_override").strip()
-        except FileNotFoundError:
-            return ""
-        return "" if text == "(null)" else text
-
-    def _is_processed(self, name: str) -> bool:
-        """Return whether udevd has set mode and owner of a DRM node.
-
-        As soon as udevd has set them, it sends an event, which causes a pass.
-        """
-        try:
-            number = self._system.attribute(f"{DRM}/{name}/dev").strip()
-        except OSError as error:
-            if error.errno in NOT_FOUND:
-                return False
-            raise
-        return self._system.exists(f"{DATABASE}/c{number}")
-
-    def _drm_device(self, name: str) -> DrmDevice | None:
-        """Return the node with its PCI device; None if the node was removed meanwhile.
+    def _drm_device(self, name: str, *, processed: bool) -> DrmDevice | None:
+        """Return the node with its PCI device; None if it was removed meanwhile or must be `processed` and is not.
 
         Drivers of GPUs register their nodes with the PCI device itself. A node of any other device is returned without
         a PCI address. An example is the node of the firmware's framebuffer: the kernel places the framebuffer below the
         GPU that the firmware uses.
         """
+        if processed:
+            # As soon as udevd has set mode and owner of the node, it sends an event, which causes a pass.
+            try:
+                number = self._system.attribute(f"{DRM}/{name}/dev").strip()
+            except OSError as error:
+                if error.errno in NOT_FOUND:
+                    return None
+                raise
+            if not self._system.exists(f"{DATABASE}/c{number}"):
+                return None
         target = self._system.read_link(f"{DRM}/{name}")
         if target is None:
             return None
@@ -300,7 +290,6 @@ def parse_record(record: bytes) -> tuple[int | None, str | None]:
 
 # Finds running programs by their names in /proc.
 
-
 NAME_LIMIT = 15
 """Characters of a program's name that the kernel keeps (TASK_COMM_LEN)."""
 ENDED = ("Z", "X")
@@ -313,19 +302,15 @@ def program_runs(system: System, name: str) -> bool:
     The result is False if /proc cannot be read. Reading the names of a thousand processes takes tens of milliseconds.
     Any process may give itself any name.
     """
-    with contextlib.suppress(OSError):
-        return any(
-            _is(system, pid, name[:NAME_LIMIT]) for pid in entries_if_present(system, "/proc") if pid.isdecimal()
-        )
-    return False
-
-
-def _is(system: System, pid: str, name: str) -> bool:
     try:
-        if system.attribute(f"/proc/{pid}/comm").rstrip("\n") != name:
-            return False
-        # The state follows the name, which is in parentheses, and may itself have spaces and parentheses.
-        return not system.attribute(f"/proc/{pid}/stat").rpartition(") ")[2].startswith(ENDED)
+        pids = [each for each in system.entries("/proc") if each.isdecimal()]
     except OSError:
-        # The process has ended since /proc was listed.
         return False
+    for pid in pids:
+        # A process may have ended since /proc was listed.
+        with contextlib.suppress(OSError):
+            has_name = system.attribute(f"/proc/{pid}/comm").rstrip("\n") == name[:NAME_LIMIT]
+            # The state follows the name, which is in parentheses, and may itself have spaces and parentheses.
+            if has_name and not system.attribute(f"/proc/{pid}/stat").rpartition(") ")[2].startswith(ENDED):
+                return True
+    return False

@@ -3,6 +3,7 @@
 It uses no proxy and follows no redirect.
 """
 
+import contextlib
 import email.utils
 import http.client
 import ssl
@@ -39,32 +40,22 @@ def ask(url: str, *, ca: bytes, token: str = "") -> Answer:
 
 
 def _ask(url: str, ca: bytes, token: str) -> Answer:
-    connection = _connection(url, ca)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    try:
-        connection.request("GET", urllib.parse.urlsplit(url).path or "/", headers=headers)
-        response = connection.getresponse()
-        return Answer(response.status, _date(response.headers["Date"]))
-    except http.client.HTTPException as error:
-        raise OSError(f"not an HTTP response: {type(error).__name__}") from error
-    finally:
-        connection.close()
-
-
-def _connection(url: str, ca: bytes) -> http.client.HTTPConnection:
-    parts = urllib.parse.urlsplit(url)
     try:
         context = client_context(ca)
     except (ssl.SSLError, ValueError) as error:
         raise ValueError("no certificate in PEM format") from error
-    return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=TIME_LIMIT, context=context)
-
-
-def _date(text: str | None) -> float | None:
+    parts, date = urllib.parse.urlsplit(url), None
+    connection = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=TIME_LIMIT, context=context)
     try:
-        return email.utils.parsedate_to_datetime(text).timestamp() if text else None
-    except ValueError:
-        return None
+        connection.request("GET", parts.path or "/", headers={"Authorization": f"Bearer {token}"} if token else {})
+        response = connection.getresponse()
+        with contextlib.suppress(ValueError):
+            date = email.utils.parsedate_to_datetime(response.headers["Date"] or "").timestamp()
+        return Answer(response.status, date)
+    except http.client.HTTPException as error:
+        raise OSError(f"not an HTTP response: {type(error).__name__}") from error
+    finally:
+        connection.close()
 
 
 # Opens a URL by HTTP or HTTPS, through the proxy that the environment names, and follows a few redirects.

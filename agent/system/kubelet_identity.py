@@ -42,12 +42,10 @@ NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 class Process(NamedTuple):
-    """A process. Its id may be used again after its end, but not with the same start."""
+    """A process. Its id may be used again after its end, but not with the same start, in clock ticks since the boot."""
 
     number: int
-    """The process id."""
     started: str
-    """When it started, in clock ticks since the boot."""
 
 
 class Identity(NamedTuple):
@@ -58,7 +56,6 @@ class Identity(NamedTuple):
     root: str = ROOT
     """The kubelet's directory, in which it looks for sockets of drivers (--root-dir)."""
     process: int = 0
-    """The kubelet's process id."""
 
     def is_same(self, other: "Identity") -> bool:
         """Return whether the other one is the same kubelet, even if it was started again."""
@@ -73,10 +70,12 @@ class Candidate(NamedTuple):
     """None if the parent's service does not count as the process's."""
     arguments: Sequence[str]
     cgroups: Sequence[str]
+    in_unit: bool
+    """Whether the cgroup is of a service, or a slice; a container's ends in .scope or has no suffix (runc)."""
 
-    def is_of(self, service: Process) -> bool:
-        """Return whether the process is this main process of a service, or its child."""
-        return service in (self.process, self.parent)
+
+Wanted = Callable[[Sequence[str]], object]
+"""Returns a true value for the arguments of a wanted process."""
 
 
 class Kubelet:
@@ -94,7 +93,7 @@ class Kubelet:
         """
         programs = _programs(self._system)
         try:
-            kubelet, self.service = _kubelet(self._system, programs, self.service)
+            kubelet = self._running(programs)
         except CommandError as error:
             why = f"systemd does not say whether the kubelet is a service: {error}"
             return false(kind, Reason.KUBELET_NOT_RUNNING, why)
@@ -103,11 +102,33 @@ class Kubelet:
         if other := _other_program(self._system, programs):
             advice = "which is not supported: make the node with `unbounded-agent up` or kubeadm"
             return false(kind, Reason.UNSUPPORTED_DISTRIBUTION, f"{other}, {advice}")
-        return false(
-            kind,
-            Reason.KUBELET_NOT_RUNNING,
-            "no kubelet is running as a service in this machine: see `systemctl status kubelet`",
-        )
+        why = "no kubelet is running as a service in this machine: see `systemctl status kubelet`"
+        return false(kind, Reason.KUBELET_NOT_RUNNING, why)
+
+    def _running(self, programs: dict[int, Sequence[str]]) -> Candidate | None:
+        """Return the kubelet, and record the main process of its service; None if no kubelet is a service of root.
+
+        If there are several, the one of the recorded service counts, then the one with the lowest process id. Raises
+        CommandError if systemd gave no answer about a process, and no other process is the kubelet.
+        """
+        known, failure = self.service, None
+        self.service = None
+        found = [(known not in (each.process, each.parent), each) for each in _candidates(self._system, programs)]
+        for is_new, each in sorted(found, key=lambda item: known is None or item[0]):
+            try:
+                service = _service(self._system, each) if known is None or is_new else known
+            except CommandError as error:
+                # A container can name its cgroup so that systemd refuses the name.
+                failure = failure or error
+                continue
+            # Since its start was read, the process may have ended, and another have its id.
+            if service and _process(self._system, each.process.number) == each.process:
+                self.service = service
+                return each
+        if failure:
+            self.service = known
+            raise failure
+        return None
 
 
 def _identity(system: System, kubelet: Candidate, kind: ConditionType) -> Identity | Condition:
@@ -141,12 +162,13 @@ def other_runtime(system: System, sockets: Sequence[str]) -> str:
     runtime listens there. Raises OSError if /proc cannot be read.
     """
     programs = _programs(system)
-    for each in _in_services(system, programs, _is_kubelet):
-        used = _runtime_socket(system, each.arguments)
-        # /var/run is a link to /run.
-        if system.exists(used) and system.real_path(used) in sockets:
-            return f"the kubelet (process {each.process.number}) uses the container runtime at {used}"
-        return ""
+    for each in _candidates(system, programs):
+        if each.in_unit:
+            used = _runtime_socket(system, each.arguments)
+            # /var/run is a link to /run.
+            if system.exists(used) and system.real_path(used) in sockets:
+                return f"the kubelet (process {each.process.number}) uses the container runtime at {used}"
+            return ""
     if other := _other_program(system, programs):
         return next((f"{other}, and a runtime at {path}" for path in sockets if system.listening_process(path)), "")
     return ""
@@ -171,62 +193,26 @@ def _programs(system: System) -> dict[int, Sequence[str]]:
 
 
 def _other_program(system: System, programs: dict[int, Sequence[str]]) -> str:
-    for each in _in_services(system, programs, _distribution):
-        name, number = _distribution(each.arguments), each.process.number
-        return f"{name} runs in this machine (process {number}), with a kubelet of its own inside"
+    for each in _candidates(system, programs, _distribution):
+        if each.in_unit:
+            name, number = _distribution(each.arguments), each.process.number
+            return f"{name} runs in this machine (process {number}), with a kubelet of its own inside"
     return ""
-
-
-def _in_services(
-    system: System, programs: dict[int, Sequence[str]], wanted: Callable[[Sequence[str]], object]
-) -> list[Candidate]:
-    found = _candidates(system, programs, wanted)
-    return [each for each in found if any(path.endswith((".service", ".slice")) for path in each.cgroups)]
 
 
 def _distribution(arguments: Sequence[str]) -> str:
     # K3s overwrites its arguments with a title, which is one argument with a space.
-    words = " ".join(arguments[:2]).split()
-    name = _base_name(words[0]) if words else ""
+    words = " ".join(arguments[:2]).split() or [""]
+    name = words[0].rpartition("/")[2]
     return WITH_KUBELET.get(name) or WITH_KUBELET.get(" ".join((name, *words[1:2])), "")
 
 
 def _is_kubelet(arguments: Sequence[str]) -> bool:
     # The second argument selects the kubelet in a program with many names (hyperkube).
-    return "kubelet" in (_base_name(arguments[0]), *arguments[1:2])
+    return "kubelet" in (arguments[0].rpartition("/")[2], *arguments[1:2])
 
 
-def _base_name(path: str) -> str:
-    return path.rpartition("/")[2]
-
-
-def _kubelet(
-    system: System, programs: dict[int, Sequence[str]], known: Process | None
-) -> tuple[Candidate, Process] | tuple[None, None]:
-    """Return the kubelet and the main process of its service; two times None if no kubelet runs as a service of root.
-
-    If there are several, the one of the known service counts, then the one with the lowest process id. Raises
-    CommandError if systemd gave no answer about a process, and no other process is the kubelet.
-    """
-    failure, candidates = None, _candidates(system, programs, _is_kubelet)
-    for each in sorted(candidates, key=lambda each: known is None or not each.is_of(known)):
-        try:
-            service = known if known and each.is_of(known) else _service(system, each)
-        except CommandError as error:
-            # A container can name its cgroup so that systemd refuses the name.
-            failure = failure or error
-            continue
-        # Since its start was read, the process may have ended, and another have its id.
-        if service and _process(system, each.process.number) == each.process:
-            return each, service
-    if failure:
-        raise failure
-    return None, None
-
-
-def _candidates(
-    system: System, programs: dict[int, Sequence[str]], wanted: Callable[[Sequence[str]], object]
-) -> list[Candidate]:
+def _candidates(system: System, programs: dict[int, Sequence[str]], wanted: Wanted = _is_kubelet) -> list[Candidate]:
     found = (_candidate(system, process) for process, arguments in programs.items() if wanted(arguments))
     return [each for each in found if each and wanted(each.arguments)]
 
@@ -236,23 +222,20 @@ def _candidate(system: System, process: int) -> Candidate | None:
 
     It must be root's, and outside containers: in this PID namespace, and in no cgroup below kubepods (pods) or
     user.slice (users; the main process of user@0.service is root's).
-
-    A child of a service must also be in a service's cgroup, which ends in .service or .slice; a container's ends in
-    .scope or has no suffix (runc).
     """
     # The start is read first: the caller reads it again at the end.
     started, arguments = _process(system, process), _arguments(system, process)
-    status, cgroups = _status(system, process), _cgroups(system, process)
-    if not (started and arguments and cgroups):
-        return None
-    in_unit = any(path.endswith((".service", ".slice")) for path in cgroups)
-    in_pod_or_session = any("kubepods" in path or "/user.slice" in path for path in cgroups)
+    lines = _text(system, f"/proc/{process}/status").splitlines()
+    status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    cgroups = _cgroups(system, process)
     # Real, effective, saved and file system user id. In a setuid root program, the real one is not 0.
     is_root, in_own_namespace = status.get("Uid") == ["0"] * 4, len(status.get("NSpid", ())) == 1
-    if not (is_root and in_own_namespace and not in_pod_or_session):
+    in_pod_or_session = any("kubepods" in path or "/user.slice" in path for path in cgroups)
+    if not (started and arguments and cgroups and is_root and in_own_namespace) or in_pod_or_session:
         return None
+    in_unit = any(path.endswith((".service", ".slice")) for path in cgroups)
     parent = _process(system, int(status.get("PPid", ["0"])[0])) if in_unit else None
-    return Candidate(started, parent, arguments, cgroups)
+    return Candidate(started, parent, arguments, cgroups, in_unit)
 
 
 def _service(system: System, candidate: Candidate) -> Process | None:
@@ -267,25 +250,16 @@ def _service(system: System, candidate: Candidate) -> Process | None:
     another cgroup (--kubelet-cgroups), so systemd is then asked about all.
     """
     parent = candidate.parent
-    named = _services([*candidate.cgroups, *(_cgroups(system, parent.number) if parent else ())])
+    cgroups = [*candidate.cgroups, *(_cgroups(system, parent.number) if parent else ())]
+    # The service is the nearest one: it may have cgroups of its own below (Delegate=).
+    named = {next(filter(SERVICE.fullmatch, reversed(path.split("/"))), "") for path in cgroups} - {""}
     for asked in filter(None, (named, {ALL_SERVICES})):
-        main_processes = _main_processes(system, asked)
+        command = ("systemctl", "show", "--property=MainPID", "--value", "--", *sorted(asked))
+        main_processes = system.run(*command, timeout=SYSTEMD_LIMIT).split()
         for each in (candidate.process, parent):
-            if each and each.number in main_processes and _process(system, each.number) == each:
+            if each and str(each.number) in main_processes and _process(system, each.number) == each:
                 return each
     return None
-
-
-def _main_processes(system: System, services: set[str]) -> set[int]:
-    command = ("systemctl", "show", "--property=MainPID", "--value", "--")
-    shown = system.run(*command, *sorted(services), timeout=SYSTEMD_LIMIT)
-    return {int(each) for each in shown.split() if each.isdecimal()}
-
-
-def _services(cgroups: Sequence[str]) -> set[str]:
-    # The service is the nearest one: it may have cgroups of its own below (Delegate=).
-    nearest = (next(filter(SERVICE.fullmatch, reversed(path.split("/"))), "") for path in cgroups)
-    return {*nearest} - {""}
 
 
 def _arguments(system: System, process: int) -> Sequence[str]:
@@ -299,25 +273,16 @@ def _arguments(system: System, process: int) -> Sequence[str]:
 
 def _process(system: System, number: int) -> Process | None:
     # The name, in parentheses, may itself have parentheses. The start is the 22nd field (proc_pid_stat(5)).
-    fields = _read(system, number, "stat").rpartition(")")[2].split()
+    fields = _text(system, f"/proc/{number}/stat").rpartition(")")[2].split()
     return Process(number, fields[19]) if len(fields) > 19 else None
 
 
-def _status(system: System, process: int) -> dict[str, list[str]]:
-    lines = _read(system, process, "status").splitlines()
-    return {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-
-
 def _cgroups(system: System, process: int) -> list[str]:
-    return [line.split(":", 2)[-1] for line in _read(system, process, "cgroup").splitlines()]
-
-
-def _read(system: System, process: int, name: str) -> str:
-    """Return a file's content; empty if the process has ended."""
-    return _text(system, f"/proc/{process}/{name}")
+    return [line.split(":", 2)[-1] for line in _text(system, f"/proc/{process}/cgroup").splitlines()]
 
 
 def _text(system: System, path: str) -> str:
+    """Return a file's content; empty if the process has ended."""
     try:
         return system.read(path, STATUS_LIMIT).decode(errors="replace")
     except OSError:

@@ -46,10 +46,16 @@ class HostNetwork:
         with connected() as netlink:
             messages = [*netlink.get_links()]
             names = {each["index"]: str(each.get("ifname")) for each in messages}
+            links = [
+                Link(
+                    name=names[each["index"]],
+                    kind=str(each.get_nested("linkinfo", "kind") or ""),
+                    bridge=names.get(each.get("master") or 0, ""),
+                )
+                for each in messages
+            ]
             return Network(
-                links=tuple(sorted(_link(each, names) for each in messages)),
-                routes=tuple(sorted(_routes(netlink, names))),
-                rules=tuple(sorted(set(_rules(netlink)))),
+                tuple(sorted(links)), tuple(sorted(_routes(netlink, names))), tuple(sorted({*_rules(netlink)}))
             )
 
     def remove(self, leftover: Link | Route | Rule) -> None:
@@ -73,14 +79,6 @@ def connected() -> Iterator[IPRoute]:
             yield connection
     except NetlinkError as error:
         raise OSError(error.code, str(error.args[-1])) from error
-
-
-def _link(message: nlmsg, names: dict[int, str]) -> Link:
-    return Link(
-        name=names[message["index"]],
-        kind=str(message.get_nested("linkinfo", "kind") or ""),
-        bridge=names.get(message.get("master") or 0, ""),
-    )
 
 
 def _routes(netlink: IPRoute, names: dict[int, str]) -> Iterator[Route]:
@@ -126,43 +124,41 @@ def _prefix(message: nlmsg, name: str) -> str:
 def _remove(netlink: IPRoute, leftover: Link | Route | Rule) -> None:
     match leftover:
         case Link(name):
-            indices = netlink.link_lookup(ifname=name)
-            if indices:
+            if indices := netlink.link_lookup(ifname=name):
                 netlink.link("del", index=indices[0])
-        case Route():
-            netlink.route("del", **_route_arguments(netlink, leftover))
-        case Rule():
-            netlink.rule("del", **_rule_arguments(leftover))
-
-
-def _route_arguments(netlink: IPRoute, route: Route) -> dict[str, object]:
-    indices = netlink.link_lookup(ifname=route.device) if route.device else ()
-    if route.device and not indices:
-        # The kernel has removed the route with its link. Without `oif`, the route of another link might be removed.
-        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), route.device)
-    return {
-        "family": route.family,
-        "table": route.table,
-        "type": route.type,
-        "dst": route.destination or "default",
-        "proto": route.protocol,
-        **({"gateway": route.gateway} if route.gateway else {}),
-        **({"oif": indices[0]} if indices else {}),
-        **({"priority": route.priority} if route.priority else {}),
-    }
-
-
-def _rule_arguments(rule: Rule) -> dict[str, object]:
-    values = {
-        "src": rule.source,
-        "dst": rule.destination,
-        "fwmark": rule.mark,
-        "fwmask": rule.mask if rule.mark else 0,
-        "iifname": rule.incoming,
-        "oifname": rule.outgoing,
-    }
-    chosen = {name: value for name, value in values.items() if value}
-    return {"family": rule.family, "priority": rule.priority, "action": rule.action, "table": rule.table, **chosen}
+        case Route() as route:
+            indices = netlink.link_lookup(ifname=route.device) if route.device else ()
+            if route.device and not indices:
+                # The kernel has removed the route with its link. Without `oif`, the route of another link might be
+                # removed.
+                raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), route.device)
+            values = {"gateway": route.gateway, "oif": indices[0] if indices else 0, "priority": route.priority}
+            netlink.route(
+                "del",
+                family=route.family,
+                table=route.table,
+                type=route.type,
+                dst=route.destination or "default",
+                proto=route.protocol,
+                **{name: value for name, value in values.items() if value},
+            )
+        case Rule() as rule:
+            values = {
+                "src": rule.source,
+                "dst": rule.destination,
+                "fwmark": rule.mark,
+                "fwmask": rule.mask if rule.mark else 0,
+                "iifname": rule.incoming,
+                "oifname": rule.outgoing,
+            }
+            netlink.rule(
+                "del",
+                family=rule.family,
+                priority=rule.priority,
+                action=rule.action,
+                table=rule.table,
+                **{name: value for name, value in values.items() if value},
+            )
 
 
 # Finds the host's address on its default route, by netlink. Raises OSError.
@@ -190,7 +186,11 @@ def default_address() -> str:
     with connected() as netlink:
         for family in (socket.AF_INET, socket.AF_INET6):
             # The library's own filter by table lets routes of other tables pass (pyroute2 0.9.7).
-            routes = (each for each in netlink.get_default_routes(family=family) if _is_main(each))
+            routes = [
+                each
+                for each in netlink.get_default_routes(family=family)
+                if each.get("table") == MAIN_TABLE and each["type"] == UNICAST
+            ]
             for route in sorted(routes, key=lambda each: each.get("priority") or 0):
                 if address := _source(netlink, route, family) or _chosen(family):
                     return address
@@ -232,10 +232,6 @@ def has_address(address: str) -> bool:
                 return False
             raise
     return True
-
-
-def _is_main(route: nlmsg) -> bool:
-    return bool(route.get("table") == MAIN_TABLE and route["type"] == UNICAST)
 
 
 def _source(netlink: IPRoute, route: nlmsg, family: int) -> str:

@@ -106,9 +106,6 @@ def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
     return completed.stdout.decode(errors="surrogateescape")
 
 
-# Runs programs for both halves: the backend of `agent.system.process`, but for the host's tools (tool_runner).
-
-
 KILL_MARGIN = 3.0
 """Seconds that a killed program gets to exit."""
 
@@ -120,30 +117,57 @@ class Program:
         """Start the program, or raise OSError."""
         program = find_program(argv[0])
         with ExitStack() as files:
-            # Output goes to memory: pipes would need threads, and stay open while a program's children run.
             self._stdout, self._stderr = (files.enter_context(memory_file(each)) for each in ("stdout", "stderr"))
-            self._process = _start(program, argv, self._stdout, self._stderr)
+            try:
+                # Without preexec_fn, Popen uses vfork. A fork would copy the page tables of the whole service.
+                self._process = subprocess.Popen(
+                    argv,
+                    executable=program,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._stdout,
+                    stderr=self._stderr,
+                    cwd="/",
+                    env=ENVIRONMENT,
+                    start_new_session=True,
+                )
+            except FileNotFoundError as error:
+                # `find_program` has just found the program. So its interpreter or dynamic loader is missing.
+                raise OSError(errno.ENOEXEC, "not a program that this host can run", program) from error
             self._files = files.pop_all()
         self.pid = self._process.pid
-        _limit_files(self.pid)
+        # The program's output is a file in memory, which counts towards this unit's memory limit: if the program could
+        # print without end, the kernel might kill the service. The limit is set only after the start, because setting
+        # it between fork and exec would rule out vfork. The program could be started by prlimit(1), which sets the
+        # limit first. But if the file is not a program, prlimit(1) makes a shell run the file, instead of failing.
+        with suppress(ProcessLookupError):
+            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
 
     def result(self, timeout: float) -> Completed:
-        """Wait until the program ends.
-
-        At the time limit, kill it and what it started, except processes with a session or process group of their own,
-        and raise TimeLimitError.
-        """
+        """Wait until the program ends, as `completed` does."""
         with self._files:
-            in_time = False
-            try:
-                in_time = ends_within(self.pid, timeout)
-            finally:
-                if not in_time:
-                    kill_group(self.pid)
-                status = self._process.wait()
-            if not in_time:
-                raise TimeLimitError
-            return Completed(status, content(self._stdout), content(self._stderr))
+            return completed(self.pid, self._process.wait, self._stdout, self._stderr, timeout)
+
+
+def completed(pid: int, wait: Callable[[], int], stdout: BinaryIO, stderr: BinaryIO, timeout: float) -> Completed:
+    """Return the result of a program when it has ended. `wait` returns its status.
+
+    At the time limit, kill it and what it started, except processes with a session or process group of their own, and
+    raise TimeLimitError.
+    """
+    in_time = False
+    try:
+        in_time = _ends_within(pid, timeout)
+    finally:
+        if not in_time:
+            kill_group(pid)
+        status = wait()
+    if not in_time:
+        raise TimeLimitError
+    # At most one byte more than OUTPUT_LIMIT.
+    printed = (
+        os.pread(file.fileno(), min(os.fstat(file.fileno()).st_size, OUTPUT_LIMIT + 1), 0) for file in (stdout, stderr)
+    )
+    return Completed(status, *printed)
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
@@ -172,47 +196,12 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
         raise
 
 
-def _start(program: str, argv: tuple[str, ...], stdout: BinaryIO, stderr: BinaryIO) -> subprocess.Popen[bytes]:
-    try:
-        # Without preexec_fn, Popen uses vfork. A fork would copy the page tables of the whole service.
-        return subprocess.Popen(
-            argv,
-            executable=program,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            cwd="/",
-            env=ENVIRONMENT,
-            start_new_session=True,
-        )
-    except FileNotFoundError as error:
-        # `find_program` has just found the program. So its interpreter or dynamic loader is missing.
-        raise OSError(errno.ENOEXEC, "not a program that this host can run", program) from error
-
-
-def _limit_files(pid: int) -> None:
-    """Limit the size of each file that a program and its future children write. The program has just started.
-
-    The program's output is a file in memory, which counts towards this unit's memory limit: if the program could print
-    without end, the kernel might kill the service. The limit is set only after the start, because setting it
-    between fork and exec would rule out vfork. The program could be started by prlimit(1), which sets the limit first.
-    But if the file is not a program, prlimit(1) makes a shell run the file, instead of failing.
-    """
-    with suppress(ProcessLookupError):
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
-
-
 def memory_file(name: str) -> BinaryIO:
-    """Return a new, empty file in memory."""
+    """Return a file in memory for output: pipes would need threads, and stay open while a program's children run."""
     return open(os.memfd_create(name), "w+b", buffering=0)
 
 
-def content(file: BinaryIO) -> bytes:
-    """Return the beginning of what was written to a file: at most one byte more than OUTPUT_LIMIT."""
-    return os.pread(file.fileno(), min(os.fstat(file.fileno()).st_size, OUTPUT_LIMIT + 1), 0)
-
-
-def ends_within(pid: int, timeout: float) -> bool:
+def _ends_within(pid: int, timeout: float) -> bool:
     """Return whether the process exits within `timeout` seconds.
 
     Popen and the package sh could wait too. But they check at intervals, and so notice the exit later.

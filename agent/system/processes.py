@@ -4,6 +4,7 @@ Devices are compared by number, because their paths differ between host, machine
 processes of all machines; a machine's /proc has its own and those of its pods.
 """
 
+import contextlib
 import errno
 import re
 import time
@@ -45,7 +46,6 @@ class Holder(NamedTuple):
     """One process that holds a device."""
 
     pid: int
-    """The process's id in this PID namespace."""
     inner_pids: tuple[int, ...]
     """The process's ids in nested PID namespaces. Seen from the host, a pod's process has one in its machine and one in
     its pod."""
@@ -56,19 +56,18 @@ class Holder(NamedTuple):
 
     @property
     def machine(self) -> str:
-        """Return the process's machine; empty if it runs outside machines."""
+        """The process's machine; empty if it runs outside machines."""
         found = MACHINE.search(self.cgroup)
         return found["name"] if found else ""
 
     @property
     def pod_uid(self) -> str:
-        """Return the UID of the process's pod; empty outside a Kubernetes pod."""
         found = POD.search(self.cgroup)
         return found["uid"].replace("_", "-") if found else ""
 
     @property
     def container(self) -> str:
-        """Return the full id of the process's container; empty outside a container."""
+        """The full id of the process's container; empty outside a container."""
         found = CONTAINER.search(self.cgroup)
         return found["id"] if found else ""
 
@@ -103,7 +102,7 @@ def find_holders(system: System, wanted: Mapping[Number, str]) -> Held:
     Raises OSError if /proc itself cannot be listed.
     """
     pids = sorted(int(name) for name in system.entries("/proc") if name.isdecimal())
-    return _Search(system, wanted, pids).run()
+    return _Search(system, wanted).run(pids)
 
 
 class _Search:
@@ -112,19 +111,18 @@ class _Search:
     The descriptors of all processes are read before the first mappings, because only reading mappings may block.
     """
 
-    def __init__(self, system: System, wanted: Mapping[Number, str], pids: list[int]) -> None:
-        self._system, self._wanted, self._pids = system, wanted, pids
-        self._found: dict[int, set[Number]] = {pid: set() for pid in pids}
+    def __init__(self, system: System, wanted: Mapping[Number, str]) -> None:
+        self._system, self._wanted = system, wanted
+        self._found: dict[int, set[Number]] = {}
+        self._holders: dict[int, Holder] = {}
         self._unseen: dict[int, str] = {}
 
-    def run(self) -> Held:
-        self._for_each("descriptors", self._search_descriptors, self._pids)
-        self._for_each("mappings", self._search_mappings, self._pids)
-        holders: dict[int, Holder] = {}
-        holding = [pid for pid in self._pids if self._found[pid]]
-        self._for_each("names", lambda pid, _: self._add_holder(pid, holders), holding)
-        unseen = {pid: why for pid, why in sorted(self._unseen.items()) if pid not in holders}
-        return Held(tuple(holders.values()), tuple(f"cannot inspect PID {pid}: {unseen[pid]}" for pid in unseen))
+    def run(self, pids: list[int]) -> Held:
+        self._for_each("descriptors", self._search_descriptors, pids)
+        self._for_each("mappings", self._search_mappings, pids)
+        self._for_each("names", self._add_holder, [pid for pid in pids if pid in self._found])
+        unseen = {pid: why for pid, why in sorted(self._unseen.items()) if pid not in self._holders}
+        return Held(tuple(self._holders.values()), tuple(f"cannot inspect PID {pid}: {unseen[pid]}" for pid in unseen))
 
     def _for_each(self, what: str, search: Callable[[int, float], None], pids: list[int]) -> None:
         """Call `search` for each process, with a deadline. Each missed deadline halves the time for later processes.
@@ -137,17 +135,15 @@ class _Search:
             try:
                 seconds = deadline - time.monotonic()
                 if seconds <= 0:
-                    raise TimeoutError(
-                        errno.ETIMEDOUT, f"searching other processes took the whole {SEARCH_LIMIT:.0f} s"
-                    )
+                    why = f"searching other processes took the whole {SEARCH_LIMIT:.0f} s"
+                    raise TimeoutError(errno.ETIMEDOUT, why)
                 bounded(f"/proc/{pid}: {what}", partial(search, pid, deadline), seconds)
             except (FileNotFoundError, ProcessLookupError):
                 # The process has exited in the meantime.
                 continue
-            except TimeoutError as error:
-                limit = max(limit / 2, SHORTEST)
-                self._unseen.setdefault(pid, error.strerror or str(error))
             except OSError as error:
+                if isinstance(error, TimeoutError):
+                    limit = max(limit / 2, SHORTEST)
                 self._unseen.setdefault(pid, error.strerror or str(error))
 
     def _search_descriptors(self, pid: int, deadline: float) -> None:
@@ -165,7 +161,7 @@ class _Search:
             for name in names:
                 _check_deadline(deadline)
                 self._add(pid, f"{directory}/{name}")
-            if self._found[pid]:
+            if pid in self._found:
                 return
 
     def _search_mappings(self, pid: int, deadline: float) -> None:
@@ -174,32 +170,26 @@ class _Search:
         A device stays mapped when its descriptor is closed.
         """
         for thread in self._threads(pid):
-            try:
-                if self._search_thread(pid, thread, deadline):
+            inspected = set()
+            # A thread that has exited or has no memory has no line: some kernels return ESRCH, others an empty file.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                line = b""
+                for line in self._system.lines(f"/proc/{pid}/task/{thread}/maps"):
+                    _check_deadline(deadline)
+                    mapping = MAPPING.match(line)
+                    if not mapping:
+                        raise OSError(errno.EBADMSG, f"a line of its mappings has an unknown format: {line[:80]!a}")
+                    # Each file is inspected once: CUDA programs have tens of thousands of mappings of the same few.
+                    file = (mapping["device"], mapping["inode"], line[mapping.end() :])
+                    if mapping["inode"] == b"0" or file in inspected:
+                        continue
+                    # Names in map_files have no leading zeros. /proc/PID/task/TID has no map_files, but /proc/TID has,
+                    # although /proc does not list threads.
+                    first, last = (int(mapping[each], 16) for each in ("first", "last"))
+                    if self._add(pid, f"/proc/{thread}/map_files/{first:x}-{last:x}"):
+                        inspected.add(file)
+                if line:
                     return
-            except (FileNotFoundError, ProcessLookupError):
-                # The thread has exited or has no memory. If it has no memory, some kernels return ESRCH, and others an
-                # empty file.
-                continue
-
-    def _search_thread(self, pid: int, thread: int, deadline: float) -> bool:
-        """Search the thread's mappings. Return whether the thread has memory."""
-        has_memory, inspected = False, set()
-        for line in self._system.lines(f"/proc/{pid}/task/{thread}/maps"):
-            _check_deadline(deadline)
-            has_memory, mapping = True, MAPPING.match(line)
-            if not mapping:
-                raise OSError(errno.EBADMSG, f"a line of its mappings has an unknown format: {line[:80]!a}")
-            # Each file is inspected once: CUDA programs have tens of thousands of mappings of the same few files.
-            file = (mapping["device"], mapping["inode"], line[mapping.end() :])
-            if mapping["inode"] == b"0" or file in inspected:
-                continue
-            # Names in map_files have no leading zeros. /proc/PID/task/TID has no map_files, but /proc/TID has, although
-            # /proc does not list threads.
-            first, last = (int(mapping[each], 16) for each in ("first", "last"))
-            if self._add(pid, f"/proc/{thread}/map_files/{first:x}-{last:x}"):
-                inspected.add(file)
-        return has_memory
 
     def _threads(self, pid: int) -> list[int]:
         return sorted((int(name) for name in self._system.entries(f"/proc/{pid}/task")), key=lambda each: each != pid)
@@ -211,30 +201,25 @@ class _Search:
         except FileNotFoundError:
             return False
         if number and number in self._wanted:
-            self._found[pid].add(number)
+            self._found.setdefault(pid, set()).add(number)
         return True
 
-    def _add_holder(self, pid: int, holders: dict[int, Holder]) -> None:
-        paths = tuple(sorted(self._wanted[number] for number in set(self._found[pid])))
+    def _add_holder(self, pid: int, deadline: float) -> None:
+        status, command, cgroup = (
+            self._system.read(f"/proc/{pid}/{name}").decode(errors="replace") for name in ("status", "comm", "cgroup")
+        )
         # The process chooses some fields of its status, but the kernel escapes newlines, so each line is a whole field.
-        status = dict(line.split(":", 1) for line in self._lines(pid, "status") if ":" in line)
-        # The process chooses its name, which may be any 15 bytes.
-        command = one_line(_text(self._system, f"/proc/{pid}/comm"))
+        fields = dict(line.split(":", 1) for line in status.split("\n") if ":" in line)
         # cgroup v2 has one line, `0::PATH` (cgroups(7)).
-        groups = [line[3:] for line in self._lines(pid, "cgroup") if line.startswith("0::")]
+        groups = [line[3:] for line in cgroup.split("\n") if line.startswith("0::")]
         # The first id in the line NSpid is the one in this PID namespace. Kernels without PID namespaces omit the line.
-        inner = tuple(int(each) for each in status.get("NSpid", "").split()[1:])
-        holders[pid] = Holder(pid, inner, command, one_line("".join(groups)), paths)
-
-    def _lines(self, pid: int, name: str) -> list[str]:
-        return _text(self._system, f"/proc/{pid}/{name}").split("\n")
+        inner = tuple(int(each) for each in fields.get("NSpid", "").split()[1:])
+        paths = tuple(sorted(self._wanted[number] for number in set(self._found[pid])))
+        # The process chooses its name, which may be any 15 bytes.
+        self._holders[pid] = Holder(pid, inner, one_line(command), one_line("".join(groups)), paths)
 
 
 def _check_deadline(deadline: float) -> None:
     """Raise TimeoutError if the deadline has passed: a search may be slow without hanging in one call."""
     if time.monotonic() > deadline:
         raise TimeoutError(errno.ETIMEDOUT, "it has too many open or mapped files for the time limit")
-
-
-def _text(system: System, path: str) -> str:
-    return system.read(path).decode(errors="replace")

@@ -34,29 +34,22 @@ class MountedError(OSError):
     """Something is mounted where a tree is to be removed. Nothing was removed through that mount."""
 
 
-def mounts_below(path: str) -> list[tuple[str, str]]:
-    """Return the mounts at a path and below it: the mount point, and what is mounted there. Raises OSError."""
-    place = os.fsencode(_real(path))
-    with open(MOUNTS, "rb") as table:
-        mounts = [_mount(line) for line in table]
-    return [
-        (os.fsdecode(point), os.fsdecode(what))
-        for point, what in mounts
-        if point == place or point.startswith(place + b"/")
-    ]
-
-
 def refuse_mounts(path: str) -> None:
     """Raise MountedError if anything is mounted at a path or below it. Raises OSError if that is unknown."""
-    if mounts := mounts_below(path):
+    place, mounts = os.fsencode(_real(path)), []
+    with open(MOUNTS, "rb") as table:
+        for line in table:
+            # The mount point is the fifth field; type and source follow a hyphen (proc_pid_mountinfo(5)).
+            before, _, after = line.rstrip(b"\n").partition(b" - ")
+            point, (kind, source, *_) = _unescaped(before.split(b" ")[4]), after.split(b" ")
+            if point == place or point.startswith(place + b"/"):
+                mounts.append((os.fsdecode(point), os.fsdecode(kind + b" " + _unescaped(source))))
+    if mounts:
         shown = ", ".join(f"{what} on {point}" for point, what in mounts[:3])
         more = f" and {len(mounts) - 3} more" if len(mounts) > 3 else ""
         commands = " && ".join(f"umount {_quoted(point)}" for point, _ in reversed(mounts[:3]))
-        raise MountedError(
-            errno.EBUSY,
-            f"not removed, because something is mounted there: {shown}{more}; unmount it: `{commands}`",
-            path,
-        )
+        why = f"not removed, because something is mounted there: {shown}{more}; unmount it: `{commands}`"
+        raise MountedError(errno.EBUSY, why, path)
 
 
 def remove(path: str) -> None:
@@ -97,36 +90,30 @@ class _Walk:
         names = [name]
         try:
             while True:
-                if not names and not (names := self._names()):
+                if not names:
+                    with os.scandir(self._here) as entries:
+                        names = [entry.name for entry, _ in zip(entries, range(NAMES), strict=False)]
+                if not names:
                     names = self._leave()
-                elif not self._unlink(child := names.pop()):
-                    self._enter(child, names)
-                    names = []
+                else:
+                    child = names.pop()
+                    try:
+                        self._delete(os.unlink, child)
+                    except FileNotFoundError:
+                        pass
+                    except IsADirectoryError:
+                        self._enter(child, names)
+                        names = []
                 if not self._above:
                     # Back in the directory that stays.
                     return
         except MountedError:
             raise
         except OSError as error:
-            raise OSError(
-                error.errno, error.strerror, self._at(error.filename if isinstance(error.filename, str) else "")
-            ) from None
+            place = self._at(error.filename if isinstance(error.filename, str) else "")
+            raise OSError(error.errno, error.strerror, place) from None
         finally:
             os.close(self._here)
-
-    def _names(self) -> list[str]:
-        with os.scandir(self._here) as entries:
-            return [entry.name for entry, _ in zip(entries, range(NAMES), strict=False)]
-
-    def _unlink(self, name: str) -> bool:
-        """Remove a file. Return whether it is gone: False for a directory."""
-        try:
-            self._delete(os.unlink, name)
-        except FileNotFoundError:
-            pass
-        except IsADirectoryError:
-            return False
-        return True
 
     def _enter(self, name: str, names: list[str]) -> None:
         child = os.open(name, DIRECTORY, dir_fd=self._here)
@@ -153,16 +140,14 @@ class _Walk:
     def _delete(self, delete: Callable[..., None], name: str) -> None:
         try:
             delete(name, dir_fd=self._here)
+            return
         except OSError as error:
             if error.errno == errno.EBUSY:
                 # The kernel deletes no mount point.
                 raise self._mounted(name) from None
             if error.errno != errno.EPERM:
                 raise
-            self._delete_with_flags(delete, name)
-
-    def _delete_with_flags(self, delete: Callable[..., None], name: str) -> None:
-        """Clear what forbids to delete a name, and delete it. Other names of the file keep its flags."""
+        # Clear what forbids to delete the name, and delete it. Other names of the file keep its flags.
         if self._above:
             _clear_flags(self._here)
         probe = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._here)
@@ -195,13 +180,6 @@ class _Walk:
 def _real(path: str) -> str:
     directory, name = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(directory), name)
-
-
-def _mount(line: bytes) -> tuple[bytes, bytes]:
-    """Return a mount point, and the type and source of what is mounted there (proc_pid_mountinfo(5))."""
-    before, _, after = line.rstrip(b"\n").partition(b" - ")
-    point, (kind, source, *_) = before.split(b" ")[4], after.split(b" ")
-    return _unescaped(point), kind + b" " + _unescaped(source)
 
 
 def _unescaped(text: bytes) -> bytes:

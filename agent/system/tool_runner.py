@@ -9,21 +9,11 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import BinaryIO
 
 import sh
 
 from agent.system.deadlines import bounded
-from agent.system.process import (
-    ENVIRONMENT,
-    KILL_MARGIN,
-    Completed,
-    TimeLimitError,
-    content,
-    ends_within,
-    kill_group,
-    memory_file,
-)
+from agent.system.process import ENVIRONMENT, KILL_MARGIN, Completed, completed, memory_file
 
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 """Environment variables that a tool inherits."""
@@ -46,50 +36,38 @@ def tool_runner(argv: tuple[str, ...], timeout: float) -> Completed:
 
 
 def _run(argv: tuple[str, ...], timeout: float, environment: Mapping[str, str]) -> Completed:
-    """Run a program in a new session, without a controlling terminal.
-
-    At the time limit, kill it and what it started, except processes with a session or process group of their own.
-    """
+    """Run a program in a new session, without a controlling terminal. Raises OSError if it cannot start."""
     with ExitStack() as files:
-        # Output goes to memory: pipes would need threads, and stay open while a program's children run.
         stdout, stderr = (files.enter_context(memory_file(each)) for each in ("stdout", "stderr"))
         null = files.enter_context(open(os.devnull, "rb"))
-        running = _start(argv, null, stdout, stderr, environment)
-        in_time = False
         try:
-            in_time = ends_within(running.process.pid, timeout)
-        finally:
-            if not in_time:
-                kill_group(running.process.pid)
-            status = _status(running)
-        if not in_time:
-            raise TimeLimitError
-        return Completed(status, content(stdout), content(stderr))
+            running = sh.Command(argv[0], search_paths=ENVIRONMENT["PATH"].split(":"))(
+                *argv[1:],
+                _in=null,
+                _out=stdout,
+                _err=stderr,
+                _env=dict(environment),
+                _cwd="/",
+                _new_session=True,
+                _preexec_fn=_beginning(),
+                _ok_code=list(range(256)),
+                _return_cmd=True,
+                _bg=True,
+                _bg_exc=False,
+            )
+        except sh.CommandNotFound as error:
+            raise FileNotFoundError(argv[0]) from error
+        except sh.ForkException as error:
+            raise OSError(errno.ENOEXEC, "not a program that this host can run", argv[0]) from error
 
+        def wait() -> int:
+            try:
+                running.wait()
+                return int(running.exit_code)
+            except sh.SignalException as error:
+                return -abs(int(error.exit_code))
 
-def _start(
-    argv: tuple[str, ...], null: BinaryIO, stdout: BinaryIO, stderr: BinaryIO, environment: Mapping[str, str]
-) -> sh.RunningCommand:
-    """Start the program, or raise OSError."""
-    try:
-        return sh.Command(argv[0], search_paths=ENVIRONMENT["PATH"].split(":"))(
-            *argv[1:],
-            _in=null,
-            _out=stdout,
-            _err=stderr,
-            _env=dict(environment),
-            _cwd="/",
-            _new_session=True,
-            _preexec_fn=_beginning(),
-            _ok_code=list(range(256)),
-            _return_cmd=True,
-            _bg=True,
-            _bg_exc=False,
-        )
-    except sh.CommandNotFound as error:
-        raise FileNotFoundError(argv[0]) from error
-    except sh.ForkException as error:
-        raise OSError(errno.ENOEXEC, "not a program that this host can run", argv[0]) from error
+        return completed(running.process.pid, wait, stdout, stderr, timeout)
 
 
 def _beginning() -> Callable[[], None]:
@@ -109,11 +87,3 @@ def _beginning() -> Callable[[], None]:
         os.umask(UMASK)
 
     return begin
-
-
-def _status(running: sh.RunningCommand) -> int:
-    try:
-        running.wait()
-        return int(running.exit_code)
-    except sh.SignalException as error:
-        return -abs(int(error.exit_code))
