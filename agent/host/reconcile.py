@@ -12,9 +12,10 @@ from agent.config.load import InForce
 from agent.config.settings import Config
 from agent.host.apply.steps import Applied, apply, publish_documents, publish_host_status, remove_used_tokens
 from agent.host.observe.host import Memory, observe
-from agent.host.plan.diff import Acknowledged, Difference, changes_left, diff, settings_pending, startable
+from agent.host.plan.diff import Difference, changes_left, diff, settings_pending, startable
 from agent.host.plan.driver_roots import without_plain
 from agent.host.plan.goal import Plan, plan, with_live
+from agent.host.plan.live_devices import Acknowledged
 from agent.host.state.locks import pass_lock
 from agent.host.state.records import (
     clear_remains,

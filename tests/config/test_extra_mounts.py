@@ -8,8 +8,9 @@ from pydantic import ValidationError
 
 from agent.config.settings import CONTROL_PATHS, LINK_DIRECTORIES, REFUSED_TARGETS, Config, MachineSettings
 from agent.host.observe.host import observe_nspawn_sources, observe_sources
-from agent.host.plan.diff import Acknowledged, diff
+from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan
+from agent.host.plan.live_devices import Acknowledged
 from agent.model.conditions import Condition, ConditionType
 from agent.model.facts import Absent, Broken, Facts, MountSource, Seen, Unseen, parse_live, render_live
 from agent.model.goal import MachineGoal
@@ -36,7 +37,9 @@ def at(path: str, *components: str) -> MountSource:
 
 
 def with_sources(**sources: Seen[MountSource]) -> Facts:
-    return replace(facts(), mount_sources={f"/srv/{name}": state for name, state in sources.items()})
+    """Return a host with these sources in /srv, and two machines."""
+    machines = (*facts().machines, *facts(machine="other").machines)
+    return replace(facts(), machines=machines, mount_sources={f"/srv/{name}": each for name, each in sources.items()})
 
 
 def conditions(settings: Config, machine: MachineGoal, seen: Facts) -> dict[ConditionType, Condition]:
@@ -130,7 +133,7 @@ def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
         "other": {"extra_mounts": [{"source": "/usr/share/models/data", "target": "/mnt"}]},
     }
     settings = Config.validated({"machines": machines})
-    seen = replace(facts(), mount_sources=observe_sources(settings, host))
+    seen = replace(with_sources(), mount_sources=observe_sources(settings, host))
     one, other = plan(settings, seen).goal.machines
     assert b"/usr" not in one.nspawn.content
     assert one.missing == (

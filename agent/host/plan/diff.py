@@ -1,22 +1,25 @@
 """Compares facts with the goal: returns ordered steps, and the reasons why some are not possible. Pure."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from agent.host.plan.driver_roots import collect, protect, publish, record_handed
-from agent.host.plan.goal import Plan, record_remembered
-from agent.host.plan.live_devices import change_running, forbid_withdrawn
+from agent.host.plan.driver_roots import collect, record_handed, replaceable
+from agent.host.plan.goal import Plan, remembered_files
+from agent.host.plan.live_devices import Acknowledged, change_running, forbid_withdrawn
 from agent.host.state.gpus import GRANTED
 from agent.host.state.records import MARK
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Remembered, Unseen
 from agent.model.goal import (
     Action,
     ChangeDevices,
     Fault,
     MachineGoal,
     OwnedFile,
+    ProtectDriverRoots,
+    PublishDriverRoot,
     ReloadUnits,
+    RemoveDriverRoot,
     RemoveFile,
     StageDriverRoot,
     WriteFile,
@@ -31,21 +34,6 @@ from agent.model.paths import (
     nspawn_file,
     unit_drop_in,
 )
-
-
-class Acknowledged(Struct, frozen=True):
-    """What follows from the machines' reports, or from the lack of a current report."""
-
-    released: Set[str] = frozenset()
-    """Machines from which permissions for withdrawn devices can be removed now."""
-    missing_nodes: Set[str] = frozenset()
-    """Machines that report nodes of their current handoff as missing."""
-    forbidden_nodes: Set[str] = frozenset()
-    """Machines that report that they may not open a node of their current handoff."""
-    faults: Mapping[str, Fault] = field(default_factory=dict)
-    """Unexpected errors while reading reports, by machine."""
-    at: float = 0.0
-    """When the reports were read, in seconds of CLOCK_MONOTONIC."""
 
 
 class Difference(Struct, frozen=True):
@@ -63,17 +51,6 @@ class Difference(Struct, frozen=True):
     all its steps."""
 
 
-class _Steps(Struct, frozen=True):
-    """The steps for one machine."""
-
-    running: list[ChangeDevices]
-    """Changes to the running machine."""
-    settings: list[WriteFile]
-    """Settings for the machine's next start."""
-    handoff: list[Action]
-    """The handoff, and records of it."""
-
-
 def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) -> Difference:
     """Return the steps in order: removals, changes to running machines, settings, driver roots, handoffs, the rest.
 
@@ -84,21 +61,28 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
     machines run, the reload comes after the handoffs, or in a later pass.
     """
     refused: dict[str, str | Unseen] = {}
-    faults, machines = {**plan.faults, **acknowledged.faults}, []
-    for machine in plan.goal.machines:
+    faults = {**plan.faults, **acknowledged.faults}
+    running, settings, handoffs = list[ChangeDevices](), list[WriteFile](), list[Action]()
+    observed = {machine.name: machine for machine in facts.machines}
+    for goal in plan.goal.machines:
+        machine = observed[goal.name]
         try:
-            why = _refusal(machine, facts)
+            why = _refusal(goal, facts)
             if why is None:
-                machines.append(_steps(machine, facts, acknowledged))
+                changes = change_running(goal, machine, facts, acknowledged)
+                missing_nodes = goal.name in acknowledged.missing_nodes
+                handoffs += _publish_handoff(goal, machine, facts, changes, missing_nodes=missing_nodes)
+                running += changes
+                files = (goal.nspawn, goal.drop_in)
+                settings += [write for file in files for write in _write_if_different(file, facts)]
             else:
-                refused[machine.name] = why
+                refused[goal.name] = why
                 # After a failed look, the next pass is early enough. The machine may still need the devices until then.
                 if not isinstance(why, Unseen):
-                    machines.append(_Steps(forbid_withdrawn(machine, facts), [], []))
+                    running += forbid_withdrawn(goal, machine, facts)
         except Exception as error:
-            faults[machine.name] = fault("compare its settings with the goal", error)
-            machines.append(_Steps(forbid_withdrawn(machine, facts), [], []))
-    settings = [write for machine in machines for write in machine.settings]
+            faults[goal.name] = fault("compare its settings with the goal", error)
+            running += forbid_withdrawn(goal, machine, facts)
     removals = [*_permission_removals(plan, facts), *_removals(plan, facts)]
     changed_paths = [write.path for write in settings] + [removal.path for removal in removals]
     reload_needed = (
@@ -107,16 +91,6 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
         or any(machine.unit_needs_reload for machine in facts.machines)
     )
     reload: list[Action] = [ReloadUnits()] if reload_needed else []
-    stage: list[Action] = [StageDriverRoot(root) for root in plan.goal.driver_roots if root not in facts.staged]
-    running = [change for machine in machines for change in machine.running]
-    handoffs = [action for machine in machines for action in machine.handoff]
-    later: list[Action] = [StageDriverRoot(root) for root in plan.goal.waiting_roots if root not in facts.staged]
-    later += [WriteFile(path, content) for path, content in facts.time_records.items()]
-    unused = collect(plan.goal, facts)
-    collect_first, collect_last = (unused, []) if stage else ([], unused)
-    publish_now, publish_later = publish(plan.goal, facts, unused)
-    later += publish_later
-    roots = [*collect_first, *protect(facts), *publish_now, *stage]
     all_run = all(each.unit_state == "active" for each in facts.machines)
     reload_early, reload_late = ([], reload) if all_run else (reload, [])
     if handoffs and not removals:
@@ -124,25 +98,22 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
         # leave it to the pass that follows their reports. If a machine does not run, `reload_early` has the reload.
         # After removals, the reload must not wait: later passes may not observe a unit whose drop-in was removed.
         reload_late = []
-    records = record_remembered(plan.goal.remembered, facts)
-    changes = (*removals, *running, *settings, *reload_early, *roots, *handoffs, *reload_late, *records)
-    return Difference((*changes, *collect_last, *later), refused, faults)
-
-
-def _steps(machine: MachineGoal, facts: Facts, acknowledged: Acknowledged) -> _Steps:
-    missing_nodes = machine.name in acknowledged.missing_nodes
-    released = machine.name in acknowledged.released
-    running = change_running(
-        machine,
-        facts,
-        released=released,
-        missing_nodes=missing_nodes,
-        forbidden_nodes=machine.name in acknowledged.forbidden_nodes,
-        now=acknowledged.at,
+    stage, stage_later = (
+        [StageDriverRoot(root) for root in roots if root not in facts.staged]
+        for roots in (plan.goal.driver_roots, plan.goal.waiting_roots)
     )
-    republish = any(change.rebinds for change in running) or (missing_nodes and _was_rebound(machine, facts))
-    settings = [write for file in (machine.nspawn, machine.drop_in) for write in _write_if_different(file, facts)]
-    return _Steps(running, settings, _publish_handoff(machine, facts, republish=republish))
+    unused = collect(plan.goal, facts)
+    collect_first, collect_last = (unused, []) if stage else ([], unused)
+    removed = {action.index for action in unused if isinstance(action, RemoveDriverRoot)}
+    hidden = [root for root in facts.staged if root.hidden and root.index not in removed]
+    publish = [PublishDriverRoot(root) for root in hidden if root in plan.goal.driver_roots]
+    publish_later = [PublishDriverRoot(root) for root in hidden if root not in plan.goal.driver_roots]
+    protect = [ProtectDriverRoots(facts.plain_roots)] if replaceable(facts) else []
+    roots = (*collect_first, *protect, *publish, *stage)
+    times = [WriteFile(path, content) for path, content in facts.time_records.items()]
+    later = (*_record_remembered(plan, facts), *collect_last, *stage_later, *times, *publish_later)
+    actions = (*removals, *running, *settings, *reload_early, *roots, *handoffs, *reload_late, *later)
+    return Difference(actions, refused, faults)
 
 
 def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
@@ -173,61 +144,64 @@ def startable(machine: MachineFacts, facts: Facts) -> bool:
     machine. Without the drop-in, nothing would prepare the start. The files may be those of an earlier goal: a node
     with outdated settings is better than no node.
     """
+    if facts.reload_pending or machine.unit_needs_reload:
+        return False
     files = [facts.files.get(path) for path in (nspawn_file(machine.name), unit_drop_in(machine.name))]
-    contents = [file.content for file in files if file]
-    unread = facts.reload_pending or machine.unit_needs_reload
-    return (
-        not unread
-        and len(contents) == len(files)
-        and all(isinstance(each, bytes) and each.startswith(MARK) for each in contents)
-    )
+    return all(file and isinstance(file.content, bytes) and file.content.startswith(MARK) for file in files)
 
 
-def _publish_handoff(goal: MachineGoal, facts: Facts, *, republish: bool) -> list[Action]:
+def _publish_handoff(
+    goal: MachineGoal, machine: MachineFacts, facts: Facts, changes: list[ChangeDevices], *, missing_nodes: bool
+) -> list[Action]:
     """Return the steps that publish the handoff, with the agent's records of it.
 
     The record of the grant is written before the handoff. If the agent crashes between the two writes, the next pass
-    sees that the handoff is outdated. With `republish`, the handoff is published again even if it is unchanged, so that
-    the machine half checks its nodes. The record of the grant is then rewritten too: the time of that file shows when
-    the handoff was last published.
+    sees that the handoff is outdated.
+
+    If the machine reports nodes as missing, the host binds all nodes again. The handoff is then published again even if
+    it is unchanged, so that the machine half checks its nodes. That may be left to this pass: the pass that bound the
+    nodes ended before it published the handoff; or a pass published the handoff although it could not bind all nodes,
+    and a later pass bound the rest. The record of the grant is rewritten too: the time of that file shows when the
+    handoff was last published.
     """
-    machine = next(each for each in facts.machines if each.name == goal.name)
+    republish = any(change.rebinds for change in changes)
+    if missing_nodes and (live := machine.live):
+        all_bound = (live.rebound, live.nodes) == (goal.generation, goal.live.nodes)
+        republish |= all_bound and machine.live_age < machine.granted_age
     record = WriteFile(granted_file(goal.name), GRANTED.render(goal.granted))
     records = [record] if republish or machine.granted != goal.granted else []
-    handoff = [_write(goal.handoff_file)] if republish else _write_if_different(goal.handoff_file, facts)
-    return [*record_handed(goal, facts), *records, *handoff]
+    file = goal.handoff_file
+    handoff = [WriteFile(file.path, file.content, file.mode)] if republish else _write_if_different(file, facts)
+    return [*record_handed(goal, machine), *records, *handoff]
 
 
-def _was_rebound(goal: MachineGoal, facts: Facts) -> bool:
-    """Return whether the host has bound all nodes of the goal again since it last published the handoff.
-
-    The host binds all nodes again if the machine reports some of them missing. After that, it must publish the handoff
-    again, so that the machine half checks the nodes. That is left to this pass in two cases: the pass that bound the
-    nodes ended before it published the handoff; or a pass published the handoff although it could not bind all nodes,
-    and a later pass bound the rest.
-    """
-    machine = next(each for each in facts.machines if each.name == goal.name)
-    all_bound = machine.live and (machine.live.rebound, machine.live.nodes) == (goal.generation, goal.live.nodes)
-    return bool(all_bound) and machine.live_age < machine.granted_age
+def _record_remembered(plan: Plan, facts: Facts) -> list[WriteFile]:
+    """Return the steps that write missing or outdated copies of the record; none if it is empty and no copy exists."""
+    files = remembered_files(plan.goal.remembered)
+    contents = [facts.files[file.path].content for file in files]
+    if plan.goal.remembered == Remembered() and all(isinstance(each, Absent) for each in contents):
+        return []
+    outdated = [file for file, content in zip(files, contents, strict=True) if content != file.content]
+    return [WriteFile(file.path, file.content) for file in outdated]
 
 
 def _write_if_different(file: OwnedFile, facts: Facts) -> list[WriteFile]:
     state = facts.files[file.path]
-    if state.content == file.content and (state.owned or _in_state_directory(file.path)):
+    # Files in the agent's own directory need no ownership record.
+    if state.content == file.content and (state.owned or file.path.startswith(f"{STATE}/")):
         return []
-    return [_write(file)]
+    return [WriteFile(file.path, file.content, file.mode)]
 
 
-def _write(file: OwnedFile) -> WriteFile:
-    return WriteFile(file.path, file.content, file.mode)
-
-
-def _refusal(machine: MachineGoal, facts: Facts) -> str | Unseen | None:
+def _refusal(goal: MachineGoal, facts: Facts) -> str | Unseen | None:
     """Return why the machine's settings files must not be written; None if they may be.
 
     Without the ownership record, the first line of a file still shows that the agent wrote it.
     """
-    for file in (machine.nspawn, machine.drop_in):
+    for file, target in (
+        (goal.nspawn, f"machines.{goal.name}.nspawn in the configuration"),
+        (goal.drop_in, "a drop-in of another name in the same directory, such as 95-local.conf"),
+    ):
         state = facts.files[file.path]
         match state.content:
             case Unseen() as unseen:
@@ -237,11 +211,6 @@ def _refusal(machine: MachineGoal, facts: Facts) -> str | Unseen | None:
             case Absent():
                 continue
             case content if not (state.owned or content == file.content or content.startswith(MARK)):
-                target = (
-                    f"machines.{machine.name}.nspawn in the configuration"
-                    if file is machine.nspawn
-                    else "a drop-in of another name in the same directory, such as 95-local.conf"
-                )
                 return f"{file.path} was not written by this agent; move its settings to {target}, and remove the file"
     return None
 
@@ -282,8 +251,3 @@ def _permission_removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
         if isinstance(content, bytes) and agent_lines & set(content.decode(errors="replace").splitlines()):
             removals.append(RemoveFile(path))
     return removals
-
-
-def _in_state_directory(path: str) -> bool:
-    """Return whether the path is in the agent's own directory, where files need no ownership record."""
-    return path.startswith(f"{STATE}/")

@@ -1,7 +1,7 @@
 """Plans the goal from configuration, facts and the time. Pure: the same facts in any order give the same bytes."""
 
 import re
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -33,8 +33,6 @@ from agent.model.facts import (
     Absent,
     Broken,
     DeviceAllow,
-    DeviceNode,
-    Driver,
     Facts,
     Gpu,
     Granted,
@@ -47,19 +45,7 @@ from agent.model.facts import (
     Unseen,
     VendorFacts,
 )
-from agent.model.goal import (
-    Action,
-    DriverRoots,
-    Fault,
-    Goal,
-    Grant,
-    MachineGoal,
-    OwnedFile,
-    Share,
-    WriteFile,
-    fault,
-    gpu_nodes,
-)
+from agent.model.goal import DriverRoots, Fault, Goal, Grant, MachineGoal, OwnedFile, Share, fault, gpu_nodes
 from agent.model.handoff import DRA, OTHER_DEVICES, GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.model.paths import (
     MACHINE_HOST_NVIDIA,
@@ -70,361 +56,6 @@ from agent.model.paths import (
     unit_drop_in,
 )
 from agent.model.text import counted, sha256
-
-# Plans the record of granted GPUs: which to remember, and since when some are lost. Pure.
-
-
-def remember(
-    config: Config, facts: Facts, goals: Iterable[MachineGoal], held: Container[str], now: float
-) -> Seen[Remembered]:
-    """Return the record as it should be. `held` contains the machines that keep what they have.
-
-    If the address of a recorded GPU is gone from the PCI bus, the GPU is lost. There are two exceptions, in which the
-    GPU leaves the record: its UUID is now at another address, or the settings of its machines no longer request it. A
-    GPU that is still on the bus leaves the record once no machine has it.
-    """
-    before = facts.remembered
-    if isinstance(before, Unseen | Absent):
-        return before
-    if isinstance(before, Broken):
-        before = Remembered(damage=before.why)
-    if not all(isinstance(vendor.devices, tuple | Absent) for vendor in facts.vendors):
-        # If the PCI bus could not be listed, every GPU would seem to be lost.
-        return before
-    granted: dict[str, set[str]] = {}
-    for goal in goals:
-        for address in (address for grant in goal.grants for address in grant.gpus):
-            granted.setdefault(address, set()).add(goal.name)
-    recorded = {each.pci_address: each for each in before.gpus}
-    present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
-    uuids = {gpu.uuid for gpu in present.values() if gpu.uuid}
-    gpus = []
-    for address in sorted({*recorded, *granted}):
-        gpu, old = present.get(address), recorded.get(address)
-        if gpu is not None:
-            model, uuid = (old.model, old.uuid) if old else ("", "")
-            keeping = [name for name in (old.machines if old else ()) if name in held and name in config.machines]
-            machines = tuple(sorted({*granted.get(address, ()), *keeping}))
-            entry = RememberedGpu(address, gpu.vendor, gpu.model or model, gpu.uuid or uuid, machines)
-        elif old is not None and old.uuid not in uuids:
-            machines = tuple(name for name in old.machines if _is_requested(old, name, config))
-            lost_since = old.lost or now
-            entry = RememberedGpu(address, old.vendor, old.model, old.uuid, machines, lost_since)
-        else:
-            continue
-        if entry.machines:
-            gpus.append(entry)
-    return Remembered(tuple(gpus), before.damage)
-
-
-def record_remembered(remembered: Seen[Remembered], facts: Facts) -> list[Action]:
-    """Return the steps that write missing or outdated copies of the record; none if it is empty and no copy exists."""
-    files = remembered_files(remembered)
-    contents = {file.path: facts.files[file.path].content for file in files}
-    if remembered == Remembered() and all(isinstance(each, Absent) for each in contents.values()):
-        return []
-    return [WriteFile(file.path, file.content) for file in files if contents[file.path] != file.content]
-
-
-def remembered_files(remembered: Seen[Remembered]) -> tuple[OwnedFile, ...]:
-    """Return both copies of the record, in the order of writing; none if the record could not be read."""
-    if not isinstance(remembered, Remembered):
-        return ()
-    content = REMEMBERED.render(remembered)
-    return tuple(OwnedFile(path, content) for path in REMEMBERED_GPUS)
-
-
-def _is_requested(gpu: RememberedGpu, machine: str, config: Config) -> bool:
-    """Return whether the machine's settings still request a GPU that is no longer on the PCI bus."""
-    if machine not in config.machines:
-        return False
-    wanted = config.machines[machine].gpus
-    # The texts `all` and `count=N` name no GPU: they request any that the machine had.
-    return isinstance(wanted, str) or gpu.pci_address in wanted or gpu.uuid in wanted
-
-
-# Divides the host's GPUs among machines whose settings request a number of them (`count=N`). Pure.
-#
-# GPUs that settings name are not available to `count=N`, nor are those of a machine that keeps its settings although it
-# is no longer configured. A machine keeps the GPUs that it has. `all` means all GPUs, even those that other machines
-# have. If the agent meets an unexpected error (a fault) in its work on a machine, that machine keeps its GPUs, and no
-# other machine gets one of them, except GPUs that may be shared (see _blocked_by_fault).
-
-
-def in_turn(config: Config) -> Iterator[tuple[str, MachineSettings]]:
-    """Return machines in the order in which they get GPUs: first those whose settings name GPUs, then the others.
-
-    Within these two groups, machines are in the order of their names.
-    """
-    return iter(sorted(config.machines.items(), key=lambda each: (not isinstance(each[1].gpus, list), each[0])))
-
-
-class Shares:
-    """Keeps track of the GPUs that are left for the next machine."""
-
-    def __init__(
-        self, config: Config, facts: Facts, faulted: Collection[str] = (), former: Collection[str] = ()
-    ) -> None:
-        """Begin with all GPUs. `former` are the machines that keep their settings although they are not configured."""
-        lists = [each.gpus for each in config.machines.values() if isinstance(each.gpus, list)]
-        self._assigned = _with_addresses({gpu for each in lists for gpu in each}, facts)
-        """GPUs that settings name, even for machines that do not exist yet, and GPUs that were assigned so far."""
-        self._draining = facts.draining
-        machines = {each.name: each for each in facts.machines if each.name in config.machines}
-        granted = {name: each.granted for name, each in machines.items()}
-        self._may_open = {name: _may_open(each) for name, each in machines.items()}
-        self._blocked_by_fault: dict[str, str] = {}
-        for machine in (each for name, each in sorted(machines.items()) if name in faulted):
-            self._blocked_by_fault |= _blocked_by_fault(machine, config.machines[machine.name].gpus, facts)
-        self._counts = {name for name, each in config.machines.items() if _counts(each)}
-        self._held_by_former = {
-            gpu: f"still held by machine {each.name}, which is no longer in the configuration{_until(each)}"
-            for each in facts.machines
-            if each.name in former
-            for gpu in each.kept_gpus
-        }
-        """GPUs that the machines in `former` keep, each with the reason why machines with `count=N` do not get it."""
-        self._granted_before = {
-            name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)
-        }
-        # The GPUs that machines have, and that `count=N` must not give to others until these machines get new grants.
-        # Machines whose settings name GPUs count too, although `_assigned` should have their GPUs already: if the
-        # settings name a GPU by its UUID, its address is unknown until the driver has initialised the GPU.
-        self._not_yet_replaced = {
-            name: gpus for name, gpus in self._granted_before.items() if config.machines[name].gpus != "all"
-        }
-
-    def share(self, machine: str) -> Share:
-        """Return the share of a machine, which must be the next one in turn."""
-        others = {gpu for name, gpus in self._not_yet_replaced.items() if name != machine for gpu in gpus}
-        current = self._granted_before.get(machine, frozenset())
-        # A fault or a former machine must not cost this one a GPU that it already has.
-        blocked = {**(self._held_by_former if machine in self._counts else {}), **self._blocked_by_fault}
-        reserved = {gpu: why for gpu, why in blocked.items() if gpu not in self._may_open.get(machine, ())}
-        return Share(
-            taken=frozenset(self._assigned | others),
-            current=current,
-            draining=current & self._draining,
-            reserved=reserved,
-        )
-
-    def record_grants(self, machine: str, settings: MachineSettings, grants: Iterable[Grant]) -> None:
-        """Record the grants of a machine, which replace what it had before."""
-        self._not_yet_replaced.pop(machine, None)
-        if settings.gpus != "all":
-            self._assigned |= {gpu for grant in grants for gpu in (*grant.gpus, *grant.detached)}
-
-
-def _until(former: MachineFacts) -> str:
-    """Return how long a machine keeps its GPUs although it does not run; empty if it may run."""
-    boots = f" but starts when the host boots; `{former.kept_from_boot_by}` releases the GPU"
-    return boots if former.stays_ended and former.kept_from_boot_by else ""
-
-
-def _counts(settings: MachineSettings) -> bool:
-    """Return whether the settings request a number of GPUs."""
-    return isinstance(settings.gpus, str) and settings.gpus != "all"
-
-
-def _with_addresses(names: Collection[str], facts: Facts) -> set[str]:
-    """Return the names of GPUs (addresses or UUIDs), and for each known UUID also the GPU's address."""
-    present = (gpu for vendor in facts.vendors for gpu in vendor.gpus)
-    return {*names, *(gpu.pci_address for gpu in present if gpu.uuid in names)}
-
-
-def _may_open(machine: MachineFacts) -> set[str]:
-    """Return the GPUs that the machine was granted or may still open, as far as they are known.
-
-    The paths of nodes that GPUs share may be among them. That does no harm, because no GPU's address equals a path.
-    """
-    granted = machine.granted.gpus if isinstance(machine.granted, Granted) else ()
-    return {*granted, *(machine.live.owners.values() if isinstance(machine.live, LiveSettings) else ())}
-
-
-def _blocked_by_fault(machine: MachineFacts, wanted: str | list[str], facts: Facts) -> dict[str, str]:
-    """Return the GPUs that other machines must not get because a machine with a fault may have them, with the reason.
-
-    `wanted` is the setting `gpus` of the machine with the fault. GPUs that it names are left out, because other
-    machines may name them too. If it is `all`, the result is empty, because that machine shares every GPU. If the
-    machine's grant is unknown, the machine may have any GPU.
-    """
-    if wanted == "all":
-        return {}
-    why = f"still held by machine {machine.name}, for which the agent had an unexpected error ({Reason.INTERNAL_ERROR})"
-    may_open = _may_open(machine)
-    if not isinstance(machine.granted, Granted | Absent):
-        why = f"perhaps {why}"
-        may_open |= {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus}
-    shared = _with_addresses(wanted, facts) if isinstance(wanted, list) else set[str]()
-    return dict.fromkeys(may_open - shared, why)
-
-
-def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) -> dict[str, list[str]]:
-    """Return the machines whose share or driver root cannot be determined, each with the reasons.
-
-    A machine with `count=N` could get another machine's GPU, so its share depends on the grants of all machines, except
-    those with `all`. The share of a machine without `count=N` depends only on its own grant, and only in two cases: any
-    machine has a fault, or a GPU has no driver and is not expected to get one. A machine's driver root depends on its
-    own grant, unless exactly one root fits the loaded module.
-    """
-    # If a GPU has no driver and is not expected to get one, `all` and `count=N` select it only for a machine that
-    # already has it.
-    without_driver = any(
-        not gpu.driver for vendor in facts.vendors if not vendor.driver_expected for gpu in vendor.gpus
-    )
-    several_roots = any(vendor.driver and _may_choose_root(vendor.driver, facts.staged) for vendor in facts.vendors)
-    unseen = {
-        each.name: each.granted.why
-        for each in facts.machines
-        if each.name in config.machines and isinstance(each.granted, Unseen)
-    }
-    unknown = {}
-    for name, settings in config.machines.items():
-        counts = _counts(settings)
-        own = {name} if counts or without_driver or faulted or several_roots else set[str]()
-        others = {other for other in unseen if counts and config.machines[other].gpus != "all"}
-        if why := [unseen[each] for each in sorted((own | others) & unseen.keys())]:
-            unknown[name] = why
-    return unknown
-
-
-def _may_choose_root(driver: Driver, staged: Collection[StagedRoot]) -> bool:
-    """Return whether a machine may have any of several driver roots, or one that does not fit the loaded module."""
-    return bool(staged) and sum(root.version == driver.module_version for root in staged) != 1
-
-
-# Selects the GPUs, of any vendor, that a machine's settings request. Pure.
-
-
-class Selection(Struct, frozen=True):
-    """The selected GPUs of all vendors."""
-
-    gpus: tuple[Gpu, ...]
-    """The GPUs, including detached ones. With `count=N`, a detached GPU is included only while it is being drained, or
-    if no other GPU can replace it."""
-    problems: tuple[str, ...] = ()
-    """Requests of the settings that the host cannot fulfil, one sentence each."""
-    wrong_driver: tuple[Gpu, ...] = ()
-    """GPUs that the settings request, but that are bound to a wrong driver."""
-
-
-def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Share) -> Selection:
-    """Return the GPUs for one machine. `wanted` is its setting `gpus`."""
-    present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
-    # GPUs without a driver are included, because their driver may be loaded later. GPUs that driver_override reserves
-    # for another driver are left out.
-    fitting = [
-        gpu
-        for gpu in present
-        if (gpu.driver or gpu.override) in ("", *host_vendor(gpu.vendor).drivers) and not gpu.excluded
-    ]
-    usable = [gpu for gpu in fitting if _is_eligible(gpu, vendors, share)]
-    wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).misbound_gpus(vendor.gpus))
-    if wanted == "all":
-        # If a GPU of another vendor is usable, a GPU with a wrong driver is not reported: it may be meant for the
-        # host's display.
-        missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))
-        why = _why_reserved(usable, share) if usable else _why_excluded(present)
-        return Selection(_not_reserved(usable, share), why, wrong_driver=missed)
-    if isinstance(wanted, str):
-        selection = _select_count(usable, int(wanted.removeprefix("count=")), share)
-        if not selection.problems:
-            return selection
-        why = (*_why_reserved(usable, share), *_why_excluded(present))
-        return replace(selection, problems=selection.problems + why, wrong_driver=wrong)
-    chosen: list[Gpu] = []
-    problems: list[str] = []
-    missed = tuple(gpu for gpu in wrong if gpu.pci_address in wanted or gpu.uuid in wanted)
-    for name in wanted:
-        named = [gpu for gpu in fitting if name in (gpu.pci_address, gpu.uuid)]
-        chosen += [gpu for gpu in _not_reserved(named, share) if gpu not in chosen]
-        problems += _why_reserved(named, share)
-        if not named and all(name not in (gpu.pci_address, gpu.uuid) for gpu in missed):
-            problems.append(_why_not_found(name, present))
-    return Selection(tuple(chosen), tuple(problems), missed)
-
-
-def _is_eligible(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bool:
-    """Return whether `all` and `count=N` may select the GPU.
-
-    A GPU without a driver is selected only if a driver is expected, or if the machine already has the GPU. An
-    integrated GPU, for example, may have no driver on purpose. A virtual function is a part of another GPU on this
-    host, and meant for a virtual machine: it is selected only if it has a driver and the machine already has this
-    function.
-    """
-    if gpu.virtual:
-        # The machine may have got this virtual function by its address, and pods may use it.
-        return bool(gpu.driver) and gpu.pci_address in share.current
-    expected = any(vendor.driver_expected for vendor in vendors if vendor.vendor == gpu.vendor)
-    return bool(gpu.driver) or expected or gpu.pci_address in share.current
-
-
-def _select_count(usable: list[Gpu], count: int, share: Share) -> Selection:
-    free = [gpu for gpu in _not_reserved(usable, share) if gpu.pci_address not in share.taken]
-    # Detached GPUs come last, except the machine's draining GPUs: processes may still use these, and meanwhile an
-    # administrator may attach them again. Of all GPUs that do not come last, the machine's current ones come first: a
-    # new GPU with a lower address must not replace a GPU that pods use.
-    last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
-
-    def order(gpu: Gpu) -> tuple[bool, bool, bool, int, bool, str]:
-        # An integrated GPU is rarely wanted, and has a low address. It comes after all others, and the driver comes
-        # after that and after the vendor: the driver of a preferred GPU may load late, and a machine keeps the GPU that
-        # it gets first.
-        current = gpu.pci_address in share.current
-        kind = gpu.integrated, rank(gpu.vendor), not gpu.driver
-        return gpu.pci_address in last, not current, *kind, gpu.pci_address
-
-    chosen = tuple(sorted(free, key=order)[:count])
-    if len(chosen) == count:
-        return Selection(chosen)
-    found = f"the host has {counted(len(free), 'usable GPU')}"
-    if len(free) < len(usable):
-        others = len(usable) - len(free)
-        found = f"other machines have {others} of the host's {len(usable)} usable GPUs"
-    return Selection(chosen, (f"the configuration asks for {counted(count, 'GPU')}, but {found}",))
-
-
-def _not_reserved(gpus: list[Gpu], share: Share) -> tuple[Gpu, ...]:
-    return tuple(gpu for gpu in gpus if gpu.pci_address not in share.reserved)
-
-
-def _why_reserved(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
-    """Return one sentence for each GPU that is reserved for another machine."""
-    return tuple(
-        f"GPU {gpu.pci_address} is {share.reserved[gpu.pci_address]}"
-        for gpu in gpus
-        if gpu.pci_address in share.reserved
-    )
-
-
-def _why_excluded(present: list[Gpu]) -> tuple[str, ...]:
-    return tuple(_describe_excluded(gpu.pci_address) for gpu in present if gpu.excluded)
-
-
-def _describe_excluded(name: str) -> str:
-    return (
-        f"GPU {name} is excluded by a parameter of its kernel module: see `modprobe -c | grep -iE 'exclu|gpublacklist'`"
-    )
-
-
-def _why_not_found(name: str, present: list[Gpu]) -> str:
-    """Return the sentence about a requested GPU that no machine can get, or that was not found on the host."""
-    for gpu in present:
-        if name in (gpu.pci_address, gpu.uuid):
-            return _describe_excluded(name) if gpu.excluded else describe_wrong_driver(gpu, name)
-    unknown = [gpu.pci_address for gpu in present if not gpu.uuid and gpu.driver in host_vendor(gpu.vendor).drivers]
-    if unknown and not PCI_ADDRESS.fullmatch(name):
-        return (
-            f"GPU {name} is not on this host, or is one of {', '.join(unknown)}, whose UUIDs are unknown; name the GPU "
-            "by its PCI address, or run the command that initialises it, if `unbounded-agent doctor` shows one"
-        )
-    return f"GPU {name} is not on this host"
-
-
-def describe_wrong_driver(gpu: Gpu, name: str) -> str:
-    """Return the sentence about a GPU with a wrong driver. `name` is its address or UUID, as the settings have it."""
-    found = f"kernel driver {gpu.driver}" if gpu.driver else f"driver_override {gpu.override}"
-    return f"GPU {name} has {found}, not {' or '.join(host_vendor(gpu.vendor).drivers)}"
 
 
 class Plan(Struct, frozen=True):
@@ -442,59 +73,55 @@ class Plan(Struct, frozen=True):
 
 def plan(config: Config, facts: Facts, now: float = 0.0) -> Plan:
     """Return what each machine should have, and the driver roots for it. `now` is in seconds since the epoch."""
-    return _plan_around(_faults(facts), config, facts, now)
+    faults = {machine.name: machine.root for machine in facts.machines if isinstance(machine.root, Fault)}
+    return _plan_around(faults, config, facts, now)
 
 
 def _plan_around(faults: Mapping[str, Fault], config: Config, facts: Facts, now: float) -> Plan:
     """Return the plan, in which machines with a fault stay as they are."""
-    held = _no_longer_configured(config, facts)
-    skipped: dict[str, str] = {}
-    machines: list[MachineGoal] = []
+    former = _no_longer_configured(config, facts)
+    held, skipped, goals = {**former}, dict[str, str](), list[MachineGoal]()
     roots = _Roots(facts.next_driver_root_index)
-    no_root = {each.name: each.root.why for each in facts.machines if isinstance(each.root, Absent | Broken)}
-    shares = Shares(config, facts, faults, held.keys())
     unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
     unseen += [facts.staged_unseen] if facts.staged_unseen else []
-    unknown = unknown_grants(config, facts, faults)
-    # Without a running machine's record, its goal would lack the withdrawn nodes and the permissions to keep.
-    unseen_live = {each.name: each.live_unseen for each in facts.machines if each.may_run and each.live_unseen}
+    unknown = _unknown_grants(config, facts, faults)
     template = facts.template_device_allow
-    for name, settings in in_turn(config):
-        if name in no_root:
+    without_gpus = not any(vendor.gpus for vendor in facts.vendors)
+    # First the machines whose settings name GPUs, then the others, both in the order of their names.
+    configured = [each for each in facts.machines if each.name in config.machines]
+    configured.sort(key=lambda each: (not isinstance(config.machines[each.name].gpus, list), each.name))
+    for machine in configured:
+        name, settings = machine.name, config.machines[machine.name]
+        if isinstance(machine.root, Absent | Broken):
             # The machine's file system may not be mounted yet: keep its settings.
-            held[name] = no_root[name]
+            held[name] = machine.root.why
         elif name in faults:
             held[name] = faults[name].why
         elif unseen or name in unknown:
             held[name] = "; ".join([*unseen, *unknown.get(name, ())])
-        elif name in unseen_live:
-            held[name] = unseen_live[name]
+        elif machine.may_run and machine.live_unseen:
+            # Without the running machine's record, its goal would lack the withdrawn nodes and the permissions to keep.
+            held[name] = machine.live_unseen
         elif not isinstance(template, tuple):
             held[name] = template.why
         elif (
-            not any(vendor.gpus for vendor in facts.vendors)
+            without_gpus
             and not settings.has_extras
-            and not _has_owned_files(facts, name)
+            and not any(path in facts.files and facts.files[path].owned for path in machine_files(name))
         ):
             skipped[name] = "no GPU on this host"
         else:
             try:
-                machine = _machine_goal(name, config, facts, template, roots, shares.share(name))
+                share = _share(name, config, facts, faults, former, goals)
+                goals.append(_machine_goal(machine, config, facts, template, roots, share))
             except Exception as error:
                 # The machine keeps its GPUs, but a machine that was planned before it may have got one of them: plan
                 # all machines again.
                 return _plan_around({**faults, name: fault("plan its settings", error)}, config, facts, now)
-            shares.record_grants(name, settings, machine.grants)
-            machines.append(machine)
     waiting = tuple(root for root in roots.waiting if root not in roots.wanted)
-    machines.sort(key=lambda each: each.name)
-    remembered = remember(config, facts, machines, held, now)
-    return Plan(Goal(tuple(roots.wanted), tuple(machines), waiting, remembered), held, skipped, faults)
-
-
-def _faults(facts: Facts) -> dict[str, Fault]:
-    """Return the unexpected errors that occurred while observing machines."""
-    return {machine.name: machine.root for machine in facts.machines if isinstance(machine.root, Fault)}
+    goals.sort(key=lambda each: each.name)
+    remembered = _remember(config, facts, goals, held, now)
+    return Plan(Goal(tuple(roots.wanted), tuple(goals), waiting, remembered), held, skipped, faults)
 
 
 def _no_longer_configured(config: Config, facts: Facts) -> dict[str, str]:
@@ -523,19 +150,12 @@ class _Roots:
         self.wanted: list[StagedRoot] = []
         self.waiting: list[StagedRoot] = []
 
-    def assign(self, grant: Grant) -> Grant:
-        """Return the grant with indices for its roots."""
-        serving = self._assign(grant.driver_root, self.wanted)
-        waiting = self._assign(grant.waiting_root, self.waiting)
-        return replace(grant, driver_root=serving, waiting_root=waiting)
-
-    def _assign(self, root: StagedRoot | None, roots: list[StagedRoot]) -> StagedRoot | None:
-        """Return the root with an index, and add it to `roots`."""
+    def assign(self, root: StagedRoot | None, roots: list[StagedRoot]) -> StagedRoot | None:
+        """Return the root with an index, and add it to `roots`: `wanted` or `waiting`."""
         if root is None:
             return None
         if root.index == UNSTAGED:
-            assigned = [*self.wanted, *self.waiting]
-            same = [each for each in assigned if replace(each, index=UNSTAGED) == root]
+            same = [each for each in (*self.wanted, *self.waiting) if replace(each, index=UNSTAGED) == root]
             root = same[0] if same else replace(root, index=self.next_index)
             self.next_index = max(self.next_index, root.index + 1)
         if root not in roots:
@@ -543,58 +163,308 @@ class _Roots:
         return root
 
 
-def _has_owned_files(facts: Facts, machine: str) -> bool:
-    return any(path in facts.files and facts.files[path].owned for path in machine_files(machine))
+# The record of granted GPUs: which to remember, and since when some are lost.
+
+
+def _remember(
+    config: Config, facts: Facts, goals: Iterable[MachineGoal], held: Container[str], now: float
+) -> Seen[Remembered]:
+    """Return the record as it should be. `held` contains the machines that keep what they have.
+
+    If the address of a recorded GPU is gone from the PCI bus, the GPU is lost. There are two exceptions, in which the
+    GPU leaves the record: its UUID is now at another address, or the settings of its machines no longer request it. A
+    GPU that is still on the bus leaves the record once no machine has it.
+    """
+    before = facts.remembered
+    if isinstance(before, Unseen | Absent):
+        return before
+    if isinstance(before, Broken):
+        before = Remembered(damage=before.why)
+    if not all(isinstance(vendor.devices, tuple | Absent) for vendor in facts.vendors):
+        # If the PCI bus could not be listed, every GPU would seem to be lost.
+        return before
+    granted: dict[str, set[str]] = {}
+    for goal in goals:
+        for address in (address for grant in goal.grants for address in grant.gpus):
+            granted.setdefault(address, set()).add(goal.name)
+    recorded = {each.pci_address: each for each in before.gpus}
+    present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
+    uuids = {gpu.uuid for gpu in present.values() if gpu.uuid}
+    gpus = []
+    for address in sorted({*recorded, *granted}):
+        gpu, old = present.get(address), recorded.get(address)
+        had = [(each, config.machines[each].gpus) for each in (old.machines if old else ()) if each in config.machines]
+        if gpu is not None:
+            model, uuid = (old.model, old.uuid) if old else ("", "")
+            machines = {*granted.get(address, ()), *(name for name, _ in had if name in held)}
+            entry = RememberedGpu(address, gpu.vendor, gpu.model or model, gpu.uuid or uuid, tuple(sorted(machines)))
+        elif old is not None and old.uuid not in uuids:
+            # The texts `all` and `count=N` name no GPU: they request any that the machine had.
+            named = {address, old.uuid}
+            machines = {name for name, wanted in had if isinstance(wanted, str) or named.intersection(wanted)}
+            entry = RememberedGpu(address, old.vendor, old.model, old.uuid, tuple(sorted(machines)), old.lost or now)
+        else:
+            continue
+        if entry.machines:
+            gpus.append(entry)
+    return Remembered(tuple(gpus), before.damage)
+
+
+def remembered_files(remembered: Seen[Remembered]) -> tuple[OwnedFile, ...]:
+    """Return both copies of the record, in the order of writing; none if the record could not be read."""
+    if not isinstance(remembered, Remembered):
+        return ()
+    content = REMEMBERED.render(remembered)
+    return tuple(OwnedFile(path, content) for path in REMEMBERED_GPUS)
+
+
+# Divides the host's GPUs among the machines.
+#
+# GPUs that settings name are not available to `count=N`, nor are those of a machine that keeps its settings although it
+# is no longer configured. A machine keeps the GPUs that it has. `all` means all GPUs, even those that other machines
+# have. If the agent meets an unexpected error (a fault) in its work on a machine, that machine keeps its GPUs, and no
+# other machine gets one of them, except GPUs that may be shared.
+
+
+def _share(
+    name: str,
+    config: Config,
+    facts: Facts,
+    faults: Collection[str],
+    former: Collection[str],
+    planned: Iterable[MachineGoal],
+) -> Share:
+    """Return what limits the machine's choice. `planned` are the goals of the machines before it.
+
+    `former` are the machines that keep their settings although they are not configured.
+    """
+    settings = config.machines
+    granted = {
+        each.name: frozenset(each.granted.gpus)
+        for each in facts.machines
+        if each.name in settings and isinstance(each.granted, Granted)
+    }
+    # The GPUs that settings name, even for machines that do not exist yet.
+    named = {gpu for each in settings.values() if isinstance(each.gpus, list) for gpu in each.gpus}
+    taken = _with_addresses(named, facts)
+    # Until a machine gets a new grant, it has its old one. Machines whose settings name GPUs count too, although
+    # `taken` should have their GPUs already: if the settings name a GPU by its UUID, its address is unknown until the
+    # driver has initialised the GPU.
+    has = {**granted, name: frozenset[str]()}
+    for goal in planned:
+        has[goal.name] = frozenset(gpu for each in goal.grants for gpu in (*each.gpus, *each.detached))
+    taken |= {gpu for other, gpus in has.items() if settings[other].gpus != "all" for gpu in gpus}
+    current, own = granted.get(name, frozenset()), set[str]()
+    reserved: dict[str, str] = {}
+    for machine in sorted(facts.machines, key=lambda each: each.name):
+        # What the machine was granted or may still open, as far as that is known. The paths of nodes that GPUs share
+        # may be among it. That does no harm, because no GPU's address equals a path.
+        live_owners = machine.live.owners.values() if isinstance(machine.live, LiveSettings) else ()
+        may_open = {*machine.kept_gpus, *live_owners}
+        if machine.name == name:
+            own = may_open
+        elif machine.name in former and _counts(settings[name]):
+            boots = f" but starts when the host boots; `{machine.kept_from_boot_by}` releases the GPU"
+            until = boots if machine.stays_ended and machine.kept_from_boot_by else ""
+            why = f"still held by machine {machine.name}, which is no longer in the configuration{until}"
+            reserved = {**dict.fromkeys(machine.kept_gpus, why), **reserved}
+        elif machine.name in faults and machine.name in settings and (wanted := settings[machine.name].gpus) != "all":
+            why = f"still held by machine {machine.name}, for which the agent had an unexpected error"
+            why = f"{why} ({Reason.INTERNAL_ERROR})"
+            if not isinstance(machine.granted, Granted | Absent):
+                # The machine may have any GPU.
+                why = f"perhaps {why}"
+                may_open |= {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus}
+            # Other machines may name the GPUs that its settings name, too.
+            shared = _with_addresses(wanted, facts) if isinstance(wanted, list) else set[str]()
+            reserved |= dict.fromkeys(may_open - shared, why)
+    # A fault or a former machine must not cost this one a GPU that it already has.
+    reserved = {gpu: why for gpu, why in reserved.items() if gpu not in own}
+    return Share(frozenset(taken), current, current & facts.draining, reserved)
+
+
+def _counts(settings: MachineSettings) -> bool:
+    """Return whether the settings request a number of GPUs."""
+    return isinstance(settings.gpus, str) and settings.gpus != "all"
+
+
+def _with_addresses(names: Collection[str], facts: Facts) -> set[str]:
+    """Return the names of GPUs (addresses or UUIDs), and for each known UUID also the GPU's address."""
+    present = (gpu for vendor in facts.vendors for gpu in vendor.gpus)
+    return {*names, *(gpu.pci_address for gpu in present if gpu.uuid in names)}
+
+
+def _unknown_grants(config: Config, facts: Facts, faulted: Collection[str]) -> dict[str, list[str]]:
+    """Return the machines whose share or driver root cannot be determined, each with the reasons.
+
+    A machine with `count=N` could get another machine's GPU, so its share depends on the grants of all machines, except
+    those with `all`. The share of a machine without `count=N` depends only on its own grant, and only in two cases: any
+    machine has a fault, or a GPU has no driver and is not expected to get one. A machine's driver root depends on its
+    own grant, unless exactly one root fits the loaded module.
+    """
+    # If a GPU has no driver and is not expected to get one, `all` and `count=N` select it only for a machine that
+    # already has it.
+    optional = [gpu for vendor in facts.vendors if not vendor.driver_expected for gpu in vendor.gpus]
+    without_driver = any(not gpu.driver for gpu in optional)
+    modules = [vendor.driver.module_version for vendor in facts.vendors if vendor.driver]
+    several_roots = bool(facts.staged) and any(
+        sum(root.version == module for root in facts.staged) != 1 for module in modules
+    )
+    unseen = {
+        each.name: each.granted.why
+        for each in facts.machines
+        if each.name in config.machines and isinstance(each.granted, Unseen)
+    }
+    unknown = {}
+    for name, settings in config.machines.items():
+        counts = _counts(settings)
+        own = {name} if counts or without_driver or faulted or several_roots else set[str]()
+        others = {other for other in unseen if counts and config.machines[other].gpus != "all"}
+        if why := [unseen[each] for each in sorted((own | others) & unseen.keys())]:
+            unknown[name] = why
+    return unknown
+
+
+# Selects the GPUs, of any vendor, that a machine's settings request.
+
+
+class Selection(Struct, frozen=True):
+    """The selected GPUs of all vendors."""
+
+    gpus: tuple[Gpu, ...]
+    """The GPUs, including detached ones. With `count=N`, a detached GPU is included only while it is being drained, or
+    if no other GPU can replace it."""
+    problems: tuple[str, ...] = ()
+    """Requests of the settings that the host cannot fulfil, one sentence each."""
+    wrong_driver: tuple[Gpu, ...] = ()
+    """GPUs that the settings request, but that are bound to a wrong driver."""
+
+
+def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Share) -> Selection:
+    """Return the GPUs for one machine. `wanted` is its setting `gpus`."""
+    present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
+    # GPUs without a driver are included, because their driver may be loaded later. GPUs that driver_override reserves
+    # for another driver are left out.
+    fitting = [
+        gpu
+        for gpu in present
+        if (gpu.driver or gpu.override) in ("", *host_vendor(gpu.vendor).drivers) and not gpu.excluded
+    ]
+    wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).misbound_gpus(vendor.gpus))
+    excluded = tuple(_excluded(gpu.pci_address) for gpu in present if gpu.excluded)
+    if isinstance(wanted, list):
+        chosen: list[Gpu] = []
+        problems: list[str] = []
+        missed = tuple(gpu for gpu in wrong if gpu.pci_address in wanted or gpu.uuid in wanted)
+        for name in wanted:
+            named = [gpu for gpu in fitting if name in (gpu.pci_address, gpu.uuid)]
+            chosen += [gpu for gpu in named if gpu not in chosen and gpu.pci_address not in share.reserved]
+            problems += _why_reserved(named, share)
+            if not named and all(name not in (gpu.pci_address, gpu.uuid) for gpu in missed):
+                problems.append(_why_not_found(name, present))
+        return Selection(tuple(chosen), tuple(problems), missed)
+    # A GPU without a driver is selected only if a driver is expected, or if the machine already has the GPU: an
+    # integrated GPU, for example, may have no driver on purpose. A virtual function is a part of another GPU on this
+    # host, and meant for a virtual machine: it is selected only if it has a driver and the machine already has this
+    # function, which it may have got by its address, and which pods may use.
+    expected = {vendor.vendor for vendor in vendors if vendor.driver_expected}
+    usable = [
+        gpu
+        for gpu in fitting
+        if (gpu.pci_address in share.current and (gpu.driver or not gpu.virtual))
+        or (not gpu.virtual and (gpu.driver or gpu.vendor in expected))
+    ]
+    reserved = _why_reserved(usable, share)
+    available = [gpu for gpu in usable if gpu.pci_address not in share.reserved]
+    if wanted == "all":
+        # If a GPU of another vendor is usable, a GPU with a wrong driver is not reported: it may be meant for the
+        # host's display.
+        missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))
+        return Selection(tuple(available), reserved if usable else excluded, missed)
+    count, free = int(wanted.removeprefix("count=")), [gpu for gpu in available if gpu.pci_address not in share.taken]
+    # Detached GPUs come last, except the machine's draining GPUs: processes may still use these, and meanwhile an
+    # administrator may attach them again. Of all GPUs that do not come last, the machine's current ones come first: a
+    # new GPU with a lower address must not replace a GPU that pods use.
+    last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
+
+    def order(gpu: Gpu) -> tuple[bool, bool, bool, int, bool, str]:
+        # An integrated GPU is rarely wanted, and has a low address. It comes after all others, and the driver comes
+        # after that and after the vendor: the driver of a preferred GPU may load late, and a machine keeps the GPU that
+        # it gets first.
+        current = gpu.pci_address in share.current
+        kind = gpu.integrated, rank(gpu.vendor), not gpu.driver
+        return gpu.pci_address in last, not current, *kind, gpu.pci_address
+
+    best = tuple(sorted(free, key=order)[:count])
+    if len(best) == count:
+        return Selection(best)
+    found = f"the host has {counted(len(free), 'usable GPU')}"
+    if len(free) < len(usable):
+        others = len(usable) - len(free)
+        found = f"other machines have {others} of the host's {len(usable)} usable GPUs"
+    problem = f"the configuration asks for {counted(count, 'GPU')}, but {found}"
+    return Selection(best, (problem, *reserved, *excluded), wrong)
+
+
+def _why_reserved(gpus: Iterable[Gpu], share: Share) -> tuple[str, ...]:
+    addresses = [gpu.pci_address for gpu in gpus if gpu.pci_address in share.reserved]
+    return tuple(f"GPU {address} is {share.reserved[address]}" for address in addresses)
+
+
+def _excluded(name: str) -> str:
+    return (
+        f"GPU {name} is excluded by a parameter of its kernel module: see `modprobe -c | grep -iE 'exclu|gpublacklist'`"
+    )
+
+
+def _why_not_found(name: str, present: list[Gpu]) -> str:
+    """Return the sentence about a requested GPU that no machine can get, or that was not found on the host."""
+    for gpu in present:
+        if name in (gpu.pci_address, gpu.uuid):
+            return _excluded(name) if gpu.excluded else _wrong_driver(gpu, name)
+    unknown = [gpu.pci_address for gpu in present if not gpu.uuid and gpu.driver in host_vendor(gpu.vendor).drivers]
+    if unknown and not PCI_ADDRESS.fullmatch(name):
+        return (
+            f"GPU {name} is not on this host, or is one of {', '.join(unknown)}, whose UUIDs are unknown; name the GPU "
+            "by its PCI address, or run the command that initialises it, if `unbounded-agent doctor` shows one"
+        )
+    return f"GPU {name} is not on this host"
+
+
+def _wrong_driver(gpu: Gpu, name: str) -> str:
+    found = f"kernel driver {gpu.driver}" if gpu.driver else f"driver_override {gpu.override}"
+    return f"GPU {name} has {found}, not {' or '.join(host_vendor(gpu.vendor).drivers)}"
+
+
+# One machine's files, handoff and live settings.
 
 
 def _machine_goal(
-    name: str, config: Config, facts: Facts, template: tuple[DeviceAllow, ...], roots: _Roots, share: Share
+    machine: MachineFacts,
+    config: Config,
+    facts: Facts,
+    template: tuple[DeviceAllow, ...],
+    roots: _Roots,
+    share: Share,
 ) -> MachineGoal:
-    settings = config.machines[name]
-    grants = _grants(name, settings, facts, roots, select(facts.vendors, settings.gpus, share))
+    name, settings = machine.name, config.machines[machine.name]
+    grants = _grants(machine, settings, facts, roots, select(facts.vendors, settings.gpus, share))
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
-    mounts = split_mounts(settings.extra_mounts, facts, config.machines)
-    dns = _resolv_conf(settings, facts)
+    mounts, missing_mounts = split_mounts(settings.extra_mounts, facts, config.machines)
     nspawn = render_nspawn(
         name,
         settings.nspawn,
         nodes,
         directories,
-        mounts.possible,
+        mounts,
         read_only=gpu_nodes(grants),
-        dns=dns,
+        dns=_resolv_conf(settings, facts),
         restrict_families=_knows_families(name, facts),
     )
     allow = device_allow(settings, template, nodes)
-    allow += permissions_to_keep(name, facts, allow)
-    drop_in = render_drop_in(name, settings, allow)
-    handoff = _handoff(name, settings, facts, grants)
-    return MachineGoal(
-        name=name,
-        grants=grants,
-        nspawn=OwnedFile(nspawn_file(name), nspawn),
-        drop_in=OwnedFile(unit_drop_in(name), drop_in),
-        handoff=handoff,
-        handoff_file=OwnedFile(handoff_file(name), render_handoff(handoff)),
-        granted=_granted(handoff.generation, grants, facts),
-        live=LiveSettings(
-            fixed=_fixed_digest(name, settings, template),
-            allow=allow,
-            nodes={
-                **{node.path: f"{node.number.major}:{node.number.minor}" for node in nodes},
-                **{each.path: f"{READ_WRITE if each.writable else READ_ONLY}{each.inode}" for each in directories},
-            },
-            owners=owners(allow, facts),
-            mounts=tuple(mount.target for mount in mounts.possible),
-            withdrawn=handoff.withdrawn,
-        ),
-        missing=mounts.missing,
-    )
-
-
-def _handoff(name: str, settings: MachineSettings, facts: Facts, grants: tuple[Grant, ...]) -> Handoff:
-    return Handoff(
+    allow += permissions_to_keep(machine, facts, allow)
+    handoff = Handoff(
         name,
         facts.architecture,
         tuple(_request(grant) for grant in grants if grant.vendor != OTHER_DEVICES or grant.nodes),
@@ -602,17 +472,110 @@ def _handoff(name: str, settings: MachineSettings, facts: Facts, grants: tuple[G
         restart_device_plugin=settings.restart_device_plugin,
         containerd_drop_in=settings.containerd_drop_in,
         validation_markers=settings.validation_markers,
-        withdrawn=withdrawn_nodes(name, facts, {node.path for grant in grants for node in grant.nodes}),
+        withdrawn=withdrawn_nodes(machine, {node.path for node in nodes}),
         allocation=DRA if settings.allocation == DRA else "",
+    )
+    # The machine still has a GPU that is being drained.
+    draining = [gpu for grant in grants for gpu in grant.detached if gpu in facts.draining]
+    granted = Granted(
+        handoff.generation,
+        (*(gpu for grant in grants for gpu in grant.gpus), *draining),
+        {grant.vendor: grant.driver_root.index for grant in grants if grant.driver_root},
+    )
+    present = owners(facts)
+    return MachineGoal(
+        name=name,
+        grants=grants,
+        nspawn=OwnedFile(nspawn_file(name), nspawn),
+        drop_in=OwnedFile(unit_drop_in(name), render_drop_in(name, settings, allow)),
+        handoff=handoff,
+        handoff_file=OwnedFile(handoff_file(name), render_handoff(handoff)),
+        granted=granted,
+        live=LiveSettings(
+            fixed=_fixed_digest(name, settings, template),
+            allow=allow,
+            nodes={
+                **{node.path: f"{node.number.major}:{node.number.minor}" for node in nodes},
+                **{each.path: f"{READ_WRITE if each.writable else READ_ONLY}{each.inode}" for each in directories},
+            },
+            owners={entry.node: present[entry.node] for entry in allow if entry.node in present},
+            mounts=tuple(mount.target for mount in mounts),
+            withdrawn=handoff.withdrawn,
+        ),
+        missing=missing_mounts,
     )
 
 
-def _granted(generation: str, grants: tuple[Grant, ...], facts: Facts) -> Granted:
-    """Return the record of what the machine has. It still has a GPU that is being drained."""
-    gpus = (gpu for grant in grants for gpu in grant.gpus)
-    draining = (gpu for grant in grants for gpu in grant.detached if gpu in facts.draining)
-    roots = {grant.vendor: grant.driver_root.index for grant in grants if grant.driver_root}
-    return Granted(generation, (*gpus, *draining), roots)
+def _grants(
+    machine: MachineFacts, settings: MachineSettings, facts: Facts, roots: _Roots, selection: Selection
+) -> tuple[Grant, ...]:
+    """Return a grant for each vendor that handoffs name, even if the machine gets nothing of that vendor.
+
+    They name a vendor if the host has one of its GPUs, or if every handoff has to name it. When handoffs stop naming a
+    vendor, a machine half that knows this vendor withdraws what the machine had of it. For other devices, there is a
+    grant only if some are configured. The problems of the selection are reported once: with the first vendor that has a
+    GPU on this host or, if none has, with the first vendor.
+    """
+    vendors = sorted(
+        (each for each in facts.vendors if each.gpus or host_vendor(each.vendor).in_every_handoff),
+        key=lambda each: each.vendor,
+    )
+    current_roots = named_roots(machine) or {}
+    reporting = next((each.vendor for each in (*(each for each in vendors if each.gpus), *vendors)), "")
+    grants = []
+    for vendor in vendors:
+        choice = DriverRoots(facts.staged, current_roots.get(vendor.vendor))
+        gpus = tuple(gpu for gpu in selection.gpus if gpu.vendor == vendor.vendor)
+        grant = host_vendor(vendor.vendor).grant(vendor, settings, choice, gpus)
+        if vendor.vendor == OTHER_DEVICES and not grant.nodes and not grant.missing:
+            continue
+        # Each vendor reports its own GPUs with a wrong driver, because its conditions say what to do next.
+        wrong = [gpu for gpu in selection.wrong_driver if gpu.vendor == vendor.vendor]
+        refused = [node for node in grant.nodes if not bindable(node.path)]
+        problems = (
+            *(selection.problems if vendor.vendor == reporting else ()),
+            *(_wrong_driver(gpu, gpu.pci_address) for gpu in wrong),
+            *grant.problems,
+            *(f"{node.path!r} cannot be written into a .nspawn file" for node in refused),
+        )
+        grants.append(
+            replace(
+                grant,
+                nodes=tuple(node for node in grant.nodes if node not in refused),
+                driver_root=roots.assign(grant.driver_root, roots.wanted),
+                waiting_root=roots.assign(grant.waiting_root, roots.waiting),
+                problems=problems,
+            )
+        )
+    return tuple(grants)
+
+
+def _request(grant: Grant) -> Request:
+    """Return what the machine half sets up for a grant.
+
+    A GPU that has no node yet, for example because its driver is not loaded, counts as granted: no other machine gets
+    it. But no pod can use it yet, so the handoff does not name it.
+    """
+    root = grant.driver_root
+    with_node = {node.pci_address for node in grant.nodes}
+    devices = []
+    for node in grant.nodes:
+        # Only the nodes of MIG instances need the capability. They belong to a GPU, so they have a PCI address.
+        capability = node.capability if node.pci_address else ""
+        number = node.number
+        devices.append(GrantedDevice(node.path, node.kind, number.major, number.minor, node.pci_address, capability))
+    return Request(
+        vendor=grant.vendor,
+        gpus=tuple(address for address in grant.gpus if address in with_node),
+        devices=tuple(devices),
+        driver_version=root.version if root else "",
+        driver_root=f"{MACHINE_HOST_NVIDIA}/{root.index}" if root else "",
+        files=tuple(sorted(GrantedFile(file.target, file.link) for file in root.files)) if root else (),
+        sockets=grant.services,
+        environment=grant.environment,
+        cdi_modes=grant.cdi_modes,
+        cdi_hooks=grant.cdi_hooks,
+    )
 
 
 def _knows_families(name: str, facts: Facts) -> bool:
@@ -636,41 +599,6 @@ def _resolv_conf(settings: MachineSettings, facts: Facts) -> str:
     return "replace-uplink" if facts.stub_resolver else "replace-host"
 
 
-def _grants(
-    name: str, settings: MachineSettings, facts: Facts, roots: _Roots, selection: Selection
-) -> tuple[Grant, ...]:
-    """Return a grant for each vendor that handoffs name, even if the machine gets nothing of that vendor.
-
-    For other devices, there is a grant only if some are configured. The problems of the selection are reported once:
-    with the first vendor that has a GPU on this host or, if none has, with the first vendor.
-    """
-    vendors = sorted((each for each in facts.vendors if _is_handed(each)), key=lambda each: each.vendor)
-    current_roots = named_roots(facts, name) or {}
-    reporting = next((each.vendor for each in (*(each for each in vendors if each.gpus), *vendors)), "")
-    grants = []
-    for vendor in vendors:
-        choice = DriverRoots(facts.staged, current_roots.get(vendor.vendor))
-        gpus = tuple(gpu for gpu in selection.gpus if gpu.vendor == vendor.vendor)
-        grant = roots.assign(_only_bindable(host_vendor(vendor.vendor).grant(vendor, settings, choice, gpus)))
-        problems = selection.problems if vendor.vendor == reporting else ()
-        # Each vendor reports its own GPUs with a wrong driver, because its conditions say what to do next.
-        problems += tuple(
-            describe_wrong_driver(gpu, gpu.pci_address) for gpu in selection.wrong_driver if gpu.vendor == vendor.vendor
-        )
-        grants.append(replace(grant, problems=problems + grant.problems))
-    # Omit the other devices if none are configured.
-    return tuple(each for each in grants if each.vendor != OTHER_DEVICES or each.nodes or each.missing)
-
-
-def _is_handed(vendor: VendorFacts) -> bool:
-    """Return whether handoffs name the vendor.
-
-    They do if the host has one of the vendor's GPUs, or if every handoff has to name the vendor. When handoffs stop
-    naming a vendor, a machine half that knows this vendor withdraws what the machine had of it.
-    """
-    return bool(vendor.gpus) or host_vendor(vendor.vendor).in_every_handoff
-
-
 def _fixed_digest(name: str, settings: MachineSettings, template: tuple[DeviceAllow, ...]) -> str:
     """Return a digest of the settings whose change needs a restart: all but the devices and ResolvConf=."""
     # All configured mounts are included, even those without a source: a source that appears or disappears must not
@@ -683,44 +611,7 @@ def _fixed_digest(name: str, settings: MachineSettings, template: tuple[DeviceAl
     return sha256(nspawn + drop_in)
 
 
-def _only_bindable(grant: Grant) -> Grant:
-    """Return the grant without nodes whose path cannot be written into a .nspawn file, and with a problem for each."""
-    refused = [node for node in grant.nodes if not bindable(node.path)]
-    problems = tuple(f"{node.path!r} cannot be written into a .nspawn file" for node in refused)
-    nodes = tuple(node for node in grant.nodes if node not in refused)
-    return replace(grant, nodes=nodes, problems=grant.problems + problems)
-
-
-def _request(grant: Grant) -> Request:
-    """Return what the machine half sets up for a grant.
-
-    A GPU that has no node yet, for example because its driver is not loaded, counts as granted: no other machine gets
-    it. But no pod can use it yet, so the handoff does not name it.
-    """
-    root = grant.driver_root
-    with_node = {node.pci_address for node in grant.nodes}
-    return Request(
-        vendor=grant.vendor,
-        gpus=tuple(address for address in grant.gpus if address in with_node),
-        devices=tuple(_device(node) for node in grant.nodes),
-        driver_version=root.version if root else "",
-        driver_root=f"{MACHINE_HOST_NVIDIA}/{root.index}" if root else "",
-        files=tuple(sorted(GrantedFile(file.target, file.link) for file in root.files)) if root else (),
-        sockets=grant.services,
-        environment=grant.environment,
-        cdi_modes=grant.cdi_modes,
-        cdi_hooks=grant.cdi_hooks,
-    )
-
-
-def _device(node: DeviceNode) -> GrantedDevice:
-    number = node.number
-    # Only the nodes of MIG instances need the capability. They belong to a GPU, so they have a PCI address.
-    capability = node.capability if node.pci_address else ""
-    return GrantedDevice(node.path, node.kind, number.major, number.minor, node.pci_address, capability)
-
-
-# Derives a running machine's live settings from copies of the files that it started with. Pure.
+# Derives a running machine's live settings from copies of the files that it started with.
 #
 # That is necessary if the record of the live settings is missing (prepare@ did not write it, or it was damaged since),
 # or does not say with which settings the machine started.
@@ -745,19 +636,14 @@ def with_live(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
     for machine in facts.machines:
         if machine.started and machine.name in goals:
             try:
-                machine = replace(machine, live=_completed(goals[machine.name], machine, machine.started))
+                live = _derived(goals[machine.name], machine, machine.started)
+                if machine.live is not None:
+                    live = replace(machine.live, fixed=live.fixed, mounts=live.mounts)
+                machine = replace(machine, live=live)
             except Exception as error:
                 faults[machine.name] = fault("determine which settings it started with", error)
         machines.append(machine)
     return replace(facts, machines=tuple(machines)), faults
-
-
-def _completed(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, bytes]) -> LiveSettings:
-    """Return the machine's recorded live settings, with derived `fixed` and `mounts`; without a record, derive all."""
-    derived = _derived(goal, machine, started)
-    if machine.live is None:
-        return derived
-    return replace(machine.live, fixed=derived.fixed, mounts=derived.mounts)
 
 
 def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, bytes]) -> LiveSettings:
@@ -792,11 +678,11 @@ def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, byt
     return LiveSettings(fixed, allow, nodes, unsure=True, mounts=mounts)
 
 
-def _fixed_lines(nspawn: list[bytes], bound: Collection[bytes]) -> list[bytes]:
+def _fixed_lines(nspawn: Sequence[bytes], bound: Collection[bytes]) -> list[bytes]:
     """Return the lines of a .nspawn file that need a restart if they change.
 
     Comments, ResolvConf=, ADDRESS_FAMILIES, and binds of devices and of the paths in `bound` do not.
     """
-    counted = (line for line in nspawn if not line.startswith((b"#", b"ResolvConf=")))
-    lines = ((line, BIND.fullmatch(line)) for line in counted if line != ADDRESS_FAMILIES.encode())
-    return [line for line, bind in lines if not bind or (bind[1] not in bound and not DEVICE.match(bind[1]))]
+    compared = (line for line in nspawn if not line.startswith((b"#", b"ResolvConf=", ADDRESS_FAMILIES.encode())))
+    binds = ((line, BIND.fullmatch(line)) for line in compared)
+    return [line for line, bind in binds if not bind or (bind[1] not in bound and not DEVICE.match(bind[1]))]

@@ -1,9 +1,8 @@
 """Renders a machine's settings file, systemd.nspawn(5). Pure."""
 
 import posixpath
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from agent.config.settings import ExtraMount, MachineSettings, NspawnSettings
@@ -28,7 +27,7 @@ from agent.model.paths import (
     unit_drop_in,
 )
 
-# Makes the commands that run in a machine's unit before each start. Pure.
+# The commands that run in a machine's unit before each start.
 #
 # The commands do not need the agent, so a machine starts even if the agent is broken. If the source of a bind in the
 # machine's .nspawn file is missing, they comment out that bind: systemd-nspawn would not start the machine, and has no
@@ -53,32 +52,16 @@ def before_start(machine: str) -> list[str]:
     Each line may fail ("-"), and runs outside the unit's sandbox ("+"): systemd-nspawn would not see the directory for
     reports if it was mounted in a sandbox.
     """
-    return [
-        "# The next lines work without the agent, so that the machine starts whatever is wrong with the agent.",
-        "# Make an empty directory for reports, and the directories that the machine mounts:",
-        _shell(_make_directories(machine)),
-        "# systemd-nspawn starts no machine with a Bind= whose source is missing: such lines wait for a later start.",
-        _shell(_comment_out_binds(machine)),
-        "# Keep a copy of the settings that the machine starts with, in case the agent could not note them.",
-        _shell(_copy_settings(machine)),
-    ]
-
-
-def _make_directories(machine: str) -> tuple[str, ...]:
-    report = report_directory(machine)
-    return (
+    file, new, report = nspawn_file(machine), rewritten_nspawn(machine), report_directory(machine)
+    make_directories = (
         "umask 022",
         f"mkdir -p {HOST_NVIDIA} {handoff_directory(machine)} {report}",
         # Remove the reports of the machine's previous run.
         f"umount -l {report} 2>/dev/null",
         f"mount {REPORT_MOUNT} {report}",
     )
-
-
-def _comment_out_binds(machine: str) -> tuple[str, ...]:
-    """Return the script that comments out binds whose source is missing, and restores those whose source is back."""
-    file, new = nspawn_file(machine), rewritten_nspawn(machine)
-    return (
+    # Comment out binds whose source is missing, and restore those whose source is back.
+    comment_out_binds = (
         # The lock is needed because a pass of the agent writes the same file. If the lock cannot be opened, the shell
         # must go on: without `command` it would exit, because `exec` is a special built-in utility (POSIX). With umask
         # 077 only root can open the lock, so no other user can hold it.
@@ -95,11 +78,17 @@ def _comment_out_binds(machine: str) -> tuple[str, ...]:
         f'test -z "$text" || test "$text" = "$(cat {file})" && exit 0',
         f'printf "%s\\n" "$text" >{new} && sync {new} && mv -f {new} {file}',
     )
-
-
-def _copy_settings(machine: str) -> tuple[str, ...]:
-    copies = ((nspawn_file(machine), started_nspawn(machine)), (unit_drop_in(machine), started_drop_in(machine)))
-    return ("umask 022", *(f"cp -f {source} {copy} || rm -f {copy}" for source, copy in copies))
+    copies = ((file, started_nspawn(machine)), (unit_drop_in(machine), started_drop_in(machine)))
+    copy_settings = ("umask 022", *(f"cp -f {source} {copy} || rm -f {copy}" for source, copy in copies))
+    return [
+        "# The next lines work without the agent, so that the machine starts whatever is wrong with the agent.",
+        "# Make an empty directory for reports, and the directories that the machine mounts:",
+        _shell(make_directories),
+        "# systemd-nspawn starts no machine with a Bind= whose source is missing: such lines wait for a later start.",
+        _shell(comment_out_binds),
+        "# Keep a copy of the settings that the machine starts with, in case the agent could not note them.",
+        _shell(copy_settings),
+    ]
 
 
 def _shell(script: tuple[str, ...]) -> str:
@@ -169,20 +158,16 @@ def render_nspawn(
     }
     if settings.modules:
         sections["Files"].append("BindReadOnly=/lib/modules")
-    if _reduced_sys(settings):
+    # nspawn gives a machine a /sys with only some directories if the machine has its own network namespace, or with
+    # this variable (mount_sysfs in nspawn-mount.c).
+    if own_network(settings) or settings.environment.get("SYSTEMD_NSPAWN_API_VFS_WRITABLE", "") == "network":
         sections["Files"].append(SYS_MODULE)
     if settings.kmsg:
         sections["Files"].append("Bind=/dev/kmsg")
-    sections["Files"] += [
-        f"{'BindReadOnly' if node.path in read_only else 'Bind'}={escape(node.path)}" for node in nodes
-    ]
-    sections["Files"] += [
-        f"{'Bind' if directory.writable else 'BindReadOnly'}={escape(directory.path)}" for directory in directories
-    ]
-    sections["Files"] += [
-        f"{'BindReadOnly' if mount.read_only else 'Bind'}={escape(mount.source)}:{escape(mount.target)}"
-        for mount in mounts
-    ]
+    binds = [(node.path in read_only, escape(node.path)) for node in nodes]
+    binds += [(not directory.writable, escape(directory.path)) for directory in directories]
+    binds += [(mount.read_only, f"{escape(mount.source)}:{escape(mount.target)}") for mount in mounts]
+    sections["Files"] += [f"{'BindReadOnly' if protected else 'Bind'}={bind}" for protected, bind in binds]
     for section, extra in sorted(settings.extra.items()):
         lines = sections.setdefault(section, [])
         if section == "Files":
@@ -201,14 +186,6 @@ def own_network(settings: NspawnSettings) -> bool:
     return virtual_ethernet or private or any(network.get(key) for key in OWN_NETWORK)
 
 
-def _reduced_sys(settings: NspawnSettings) -> bool:
-    """Return whether nspawn gives the machine a /sys with only some directories (mount_sysfs in nspawn-mount.c).
-
-    nspawn does so for a machine with its own network namespace, or if SYSTEMD_NSPAWN_API_VFS_WRITABLE is `network`.
-    """
-    return own_network(settings) or settings.environment.get("SYSTEMD_NSPAWN_API_VFS_WRITABLE", "") == "network"
-
-
 def _last(values: str | list[str], default: str) -> str:
     """Return the last of several assignments, which is the one in force; `default` if there is none."""
     return values if isinstance(values, str) else [default, *values][-1]
@@ -218,7 +195,7 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-# Renders the drop-in for systemd-nspawn@NAME.service, systemd.unit(5). Pure.
+# The drop-in for systemd-nspawn@NAME.service, systemd.unit(5).
 
 
 NOT_FOR_MACHINES = ("block-", "/dev/loop-control", "/dev/mapper/control")
@@ -228,6 +205,21 @@ The template has these entries for `systemd-nspawn --image=`. With them, root in
 it can mount a devtmpfs, which has a node for each disk of the host. If a loop device is mounted read-only, root could
 also replace the file behind the device (LOOP_CHANGE_FD, drivers/block/loop.c).
 """
+
+
+STOP_AFTER = ("remote-fs.target", DRIVER_ROOTS_TARGET, *(name for each in HOST_VENDORS for name in each.services))
+STOP_ORDER = (
+    "# At the host's shutdown, the machine stops before these. The order through prepare@ does not count then,",
+    "# because systemd orders only what it starts or stops, and prepare@ is not active.",
+    f"After={' '.join(STOP_AFTER)}",
+)
+"""Lets the machine stop before the host stops or unmounts what its pods use. At the start, prepare@ waits for the same
+units. If the agent was removed, these lines make the machine wait."""
+STOP_LIMIT = (
+    "# In the machine, systemd kills after 90 s what ignores SIGTERM, such as a pod's `sleep infinity`. With the",
+    "# same limit here, the default, the whole machine would be killed in the middle of its shutdown.",
+    "TimeoutStopSec=120",
+)
 
 
 def device_allow(
@@ -263,7 +255,7 @@ def render_drop_in(
         "[Unit]",
         f"Wants=unbounded-agent-prepare@{machine}.service",
         f"After=unbounded-agent-prepare@{machine}.service",
-        *(stop_order() if whole else ()),
+        *(STOP_ORDER if whole else ()),
         "# A machine whose start fails, for want of a node that is bound, is tried again until it works.",
         "StartLimitIntervalSec=0",
         "",
@@ -276,7 +268,7 @@ def render_drop_in(
         "LimitMEMLOCK=infinity",
         "Restart=on-failure",
         "RestartSec=2",
-        *(stop_limit() if whole else ()),
+        *(STOP_LIMIT if whole else ()),
         "# An empty assignment first, then the template's list without loop devices and device mapper: otherwise what",
         "# systemctl set-property once wrote into 50-DeviceAllow.conf would stay allowed. Further devices: a drop-in",
         "# that sorts behind this one.",
@@ -284,28 +276,6 @@ def render_drop_in(
         *(f"DeviceAllow={entry}" for entry in allow),
     ]
     return (HEADER + "\n" + "".join(f"{line}\n" for line in lines)).encode()
-
-
-def stop_order() -> list[str]:
-    """Return the lines that let the machine stop before the host stops or unmounts what its pods use.
-
-    At the start, prepare@ waits for the same units. If the agent was removed, these lines make the machine wait.
-    """
-    services = (service for vendor in HOST_VENDORS for service in vendor.services)
-    return [
-        "# At the host's shutdown, the machine stops before these. The order through prepare@ does not count then,",
-        "# because systemd orders only what it starts or stops, and prepare@ is not active.",
-        f"After={' '.join(('remote-fs.target', DRIVER_ROOTS_TARGET, *services))}",
-    ]
-
-
-def stop_limit() -> list[str]:
-    """Return the lines that let the machine shut down before systemd kills it."""
-    return [
-        "# In the machine, systemd kills after 90 s what ignores SIGTERM, such as a pod's `sleep infinity`. With the",
-        "# same limit here, the default, the whole machine would be killed in the middle of its shutdown.",
-        "TimeoutStopSec=120",
-    ]
 
 
 def quote(value: str) -> str:
@@ -317,55 +287,51 @@ def quote(value: str) -> str:
     return f'"{escaped}"'
 
 
-# Plans the extra mounts of a machine. Pure.
+# Plans the extra mounts of a machine.
 
 
-class Mounts(Struct, frozen=True):
-    """The mounts of one machine from its next start on."""
+def split_mounts(
+    mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, MachineSettings]
+) -> tuple[tuple[ExtraMount, ...], tuple[str, ...]]:
+    """Return the mounts that a machine has from its next start on, and those that are not possible now, in words.
 
-    possible: tuple[ExtraMount, ...] = ()
-    """Mounts whose `source` is the real path: nspawn would follow a link, which may change before the start."""
-    missing: tuple[str, ...] = ()
-    """Sources that are missing or must not be mounted, in words. They are left out of the settings, because a missing
-    source would prevent the machine's start."""
-
-
-def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, MachineSettings]) -> Mounts:
-    """Split the mounts into those that are possible now and the others. `machines` has the settings of all machines."""
+    The latter have a source that is missing or must not be mounted. They are left out of the settings, because a
+    missing source would prevent the machine's start. The `source` of the others is the real path: nspawn would follow a
+    link, which may change before the start. `machines` has the settings of all machines.
+    """
     mounted_by = _mounted_paths(facts, machines) if mounts else {}
     possible, missing = [], []
     for mount in mounts:
+        what = f"{mount.source} for {mount.target}"
         match facts.mount_sources.get(mount.source):
             case MountSource() as source if outer := _outer_path(source, mounted_by):
                 # A read-only mount of `outer` counts too, because root in the machine can remount it writable.
-                why = f"the path to it leads through {outer}, where machine {mounted_by[outer]} could put a link"
-                missing.append(f"{mount.source} for {mount.target} ({why})")
+                missing.append(
+                    f"{what} (the path to it leads through {outer}, where machine {mounted_by[outer]} could put a link)"
+                )
             case MountSource(path=real):
                 possible.append(replace(mount, source=real))
             case Broken(why) | Unseen(why):
-                missing.append(f"{mount.source} for {mount.target} ({why})")
+                missing.append(f"{what} ({why})")
             case Absent() | None:
-                missing.append(f"{mount.source} for {mount.target}")
-    return Mounts(tuple(possible), tuple(missing))
+                missing.append(what)
+    return tuple(possible), tuple(missing)
 
 
 def _mounted_paths(facts: Facts, machines: Mapping[str, MachineSettings]) -> dict[str, str]:
     """Return the host paths that machines mount or will mount, each with a machine that could put links there."""
-    mounted_by = {path: name for name, settings in machines.items() for path in _configured_sources(settings, facts)}
+    mounted_by = dict[str, str]()
+    for name, settings in machines.items():
+        mounted_by |= {mount.source: name for mount in settings.extra_mounts}
+        for path in settings.nspawn.mounted_paths():
+            # The path may contain `//`, `.` and `..`. nspawn does not check the path, and follows every link in it.
+            mounted_by[f"/{posixpath.normpath(path).lstrip('/')}"] = name
+            if path in facts.nspawn_sources:
+                mounted_by[facts.nspawn_sources[path]] = name
     real_paths = {source.path: mounted_by[path] for path, source in facts.mount_sources.items()
                   if path in mounted_by and isinstance(source, MountSource)
                   and not _outer_path(source, mounted_by)}  # fmt: skip
     return mounted_by | real_paths
-
-
-def _configured_sources(settings: MachineSettings, facts: Facts) -> Iterator[str]:
-    """Yield the host paths that the settings `extra_mounts` and `nspawn.extra` mount."""
-    yield from (mount.source for mount in settings.extra_mounts)
-    for path in settings.nspawn.mounted_paths():
-        # The path may contain `//`, `.` and `..`. nspawn does not check the path, and follows every link in it.
-        yield f"/{posixpath.normpath(path).lstrip('/')}"
-        if path in facts.nspawn_sources:
-            yield facts.nspawn_sources[path]
 
 
 def _outer_path(source: MountSource, paths: Iterable[str]) -> str:

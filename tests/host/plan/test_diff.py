@@ -3,8 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
-from agent.host.plan.diff import Acknowledged, Difference, changes_left, diff, settings_pending, startable
+from agent.host.plan.diff import Difference, changes_left, diff, settings_pending, startable
 from agent.host.plan.goal import plan
+from agent.host.plan.live_devices import Acknowledged
 from agent.host.state.records import MARK
 from agent.model.facts import Absent, Broken, DeviceAllow, Facts, FileState, Unseen
 from agent.model.goal import ChangeDevices, ReloadUnits, RemoveDriverRoot, RemoveFile, StageDriverRoot, WriteFile

@@ -16,6 +16,8 @@ from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan, select
 from agent.host.plan.nspawn import (
     CONFIGURED,
+    STOP_LIMIT,
+    STOP_ORDER,
     SYS_MODULE,
     before_start,
     bindable,
@@ -23,8 +25,6 @@ from agent.host.plan.nspawn import (
     quote,
     render_drop_in,
     render_nspawn,
-    stop_limit,
-    stop_order,
 )
 from agent.host.vendors import HOST_VENDORS
 from agent.model.device import DeviceKind
@@ -129,7 +129,7 @@ def test_lines_that_only_prepare_a_start_need_no_restart() -> None:
     drop_in = render_drop_in("gpu-node", config.machines["gpu-node"], TEMPLATE)
     assert f"{CONFIGURED}\nBind=/srv/data\n".encode() in machine.nspawn.content
     fixed = fixed.replace(f"{CONFIGURED}\n".encode(), b"")
-    for lines in (before_start("gpu-node"), stop_order(), stop_limit()):
+    for lines in (before_start("gpu-node"), STOP_ORDER, STOP_LIMIT):
         own = "".join(f"{line}\n" for line in lines).encode()
         assert own in drop_in
         drop_in = drop_in.replace(own, b"")

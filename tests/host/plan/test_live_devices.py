@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
 from agent.host.apply.steps import apply, change_devices
-from agent.host.plan.diff import Acknowledged, diff
+from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan
+from agent.host.plan.live_devices import Acknowledged
 from agent.host.state.records import MARK
 from agent.model.errors import AgentError, BusAnswerError, BusError, DocumentError
 from agent.model.facts import DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts, parse_live, render_live

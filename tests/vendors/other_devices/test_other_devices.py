@@ -7,8 +7,9 @@ from msgspec.structs import replace
 from pydantic import ValidationError
 
 from agent.config.settings import Config, MachineSettings
-from agent.host.plan.diff import Acknowledged, diff
+from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan
+from agent.host.plan.live_devices import Acknowledged
 from agent.machine.run import run
 from agent.model.conditions import ConditionType
 from agent.model.device import DeviceKind
