@@ -4,7 +4,7 @@ import struct
 from typing import Any
 
 from agent.config.settings import DriverSettings
-from agent.host.observe.host import Listing, LoaderCache
+from agent.host.observe.host import Listing, list_loader_cache
 from agent.model.conditions import Condition, ConditionType
 from agent.model.facts import CacheEntry, Library, Seen, UserSpace, VendorFacts
 from agent.model.goal import Grant
@@ -20,7 +20,7 @@ MAIN = ("libcuda", "libnvidia-ml")
 
 def sources(host: Host, **driver: Any) -> Sources:  # noqa: ANN401
     def entries(root: str) -> Seen[tuple[CacheEntry, ...]]:
-        listing = LoaderCache().read(host, root)
+        listing = list_loader_cache(host, root)
         return listing.entries if isinstance(listing, Listing) else listing
 
     settings = DriverSettings.validated(driver)

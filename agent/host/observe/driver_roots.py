@@ -1,4 +1,7 @@
-"""Observes which driver roots are complete, and which of them machines see. Never reads the files in driver roots."""
+"""Observes which driver roots are complete, and which of them machines see.
+
+Reads the files in driver roots only to find out whether they still have the content of the host's files.
+"""
 
 import contextlib
 import os
@@ -15,7 +18,7 @@ from agent.model.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING, STATE, T
 from agent.model.text import sha256
 from agent.system.deadlines import call_device
 from agent.system.files import NOT_FOUND, System, mounted
-from agent.system.trust import classify_error, read_seen
+from agent.system.trust import classify_error, entries_if_present, read_seen
 
 OVERLAY = "overlay"
 STATE_IS_LINKED = f"systemd mounts nothing below {STATE}, because there is a symbolic link on its path"
@@ -50,17 +53,26 @@ class Staged(Struct, frozen=True):
 
 def why_state_is_not_mounted(system: System) -> str:
     """Return why systemd mounts no driver root: a symbolic link on the path. Empty if there is none."""
-    link = _link_on_path(STATE, system)
-    return f"{STATE_IS_LINKED}: replace the link {link} with a bind mount" if link else ""
+    here = ""
+    for part in STATE.strip("/").split("/"):
+        here = f"{here}/{part}"
+        if isinstance(read_seen(system.read_link, here), str):
+            return f"{STATE_IS_LINKED}: replace the link {here} with a bind mount"
+    return ""
 
 
 def observe_staged(system: System) -> Staged:
     """Return the driver roots on disk. An unusable manifest becomes a problem in the result, not an exception."""
     try:
         mounts = mounted(system, OVERLAY)
+        is_mounted = HOST_NVIDIA in mounts
         trees, manifests = _indices(system, TREES, ending=""), _indices(system, MANIFESTS, ending=".json")
-        leftovers = _leftovers(system)
-        plain = set() if HOST_NVIDIA in mounts else {each for each in manifests - trees if _is_plain(each, system)}
+        leftovers: list[str] = []
+        for directory in (STAGING, REMOVED):
+            # A directory that this user may not read counts as empty: any user may run `plan`.
+            with contextlib.suppress(PermissionError):
+                leftovers += (f"{directory}/{name}" for name in entries_if_present(system, directory))
+        plain = set() if is_mounted else {each for each in manifests - trees if _is_plain(each, system)}
     except OSError as error:
         return Staged((), 0, unseen=classify_error(error.filename or "driver roots", error).why)
     problems = [linked] if (linked := why_state_is_not_mounted(system)) else []
@@ -83,48 +95,23 @@ def observe_staged(system: System) -> Staged:
     complete = {root.index for root in roots}
     return Staged(
         roots=tuple(sorted(roots)),
-        next_index=_next_index(trees | manifests, system, protected=HOST_NVIDIA in mounts),
+        next_index=_next_index(trees | manifests, system, protected=is_mounted),
         problems=tuple(problems),
-        mounted=HOST_NVIDIA in mounts,
+        mounted=is_mounted,
         plain=tuple(sorted(plain)),
         corrupt=() if unseen else tuple(sorted((trees | manifests) - complete)),
-        leftovers=leftovers,
+        leftovers=tuple(leftovers),
         unseen="; ".join(unseen),
     )
 
 
-def _link_on_path(path: str, system: System) -> str:
-    """Return the first directory on the path that is a symbolic link; empty if none is."""
-    here = ""
-    for part in path.strip("/").split("/"):
-        here = f"{here}/{part}"
-        if isinstance(read_seen(system.read_link, here), str):
-            return here
-    return ""
-
-
-def _leftovers(system: System) -> tuple[str, ...]:
-    """Return the paths in STAGING and REMOVED.
-
-    A directory that this user may not read counts as empty: any user may run `plan`.
-    """
-    paths: list[str] = []
-    for directory in (STAGING, REMOVED):
-        with contextlib.suppress(PermissionError):
-            paths += (f"{directory}/{name}" for name in _names(system, directory))
-    return tuple(paths)
-
-
-def _names(system: System, directory: str) -> tuple[str, ...]:
-    try:
-        return system.entries(directory)
-    except FileNotFoundError:
-        return ()
-
-
 def _indices(system: System, directory: str, *, ending: str) -> set[int]:
     """Return the index of each entry whose name is an index followed by `ending`. All other entries are ignored."""
-    names = {name.removesuffix(ending) for name in _names(system, directory) if name.endswith(ending)}
+    try:
+        entries = system.entries(directory)
+    except FileNotFoundError:
+        return set()
+    names = {name.removesuffix(ending) for name in entries if name.endswith(ending)}
     return {int(name) for name in names if name.isdecimal() and len(name) < 10 and name == str(int(name))}
 
 
@@ -157,9 +144,8 @@ def _next_index(taken: set[int], system: System, *, protected: bool) -> int:
 
 # Finds driver roots whose files have the same content as the host's files, but other times of modification.
 #
-# That happens after a reinstallation of the driver: without this, the whole driver would be staged again.
-#
-# The agent compares the content once. If the content is the same, the agent records the new times.
+# That happens after a reinstallation of the driver: without this, the whole driver would be staged again. The agent
+# compares the content once. If the content is the same, the agent records the new times.
 
 
 LIMIT = 30.0
@@ -188,14 +174,20 @@ def with_times(
 
     Roots whose files have the same content as the host's get the times of the host's files.
     """
-    current = {root: _with_recorded_times(root, system) for root in roots}
+    current: dict[StagedRoot, StagedRoot] = {}
+    for root in roots:
+        # An unusable record is ignored: it costs only one more comparison.
+        times = _TIMES.read_seen(times_file(root.index), system)
+        current[root] = root
+        if isinstance(times, _Times) and times.of == _digest(root):
+            current[root] = replace(root, files=_with_mtimes(root.files, times.mtimes))
     records: dict[str, bytes] = {}
     for vendor in vendors:
         user_space = vendor.driver.user_space if vendor.driver else None
         if user_space is None or not isinstance(user_space.files, tuple):
             continue
-        files, version = tuple(sorted(user_space.files)), user_space.version
-        candidates = [root for root in current if (root.vendor, root.version) == (vendor.vendor, version)]
+        files = tuple(sorted(user_space.files))
+        candidates = [each for each in current if (each.vendor, each.version) == (vendor.vendor, user_space.version)]
         if any(current[root].files == files for root in candidates):
             continue
         for root in sorted(candidates, reverse=True):
@@ -212,14 +204,6 @@ def _digest(root: StagedRoot) -> str:
     return sha256(repr((root.version, root.files)).encode())
 
 
-def _with_recorded_times(root: StagedRoot, system: System) -> StagedRoot:
-    """Return the root with its recorded times. An unusable record is ignored: it costs only one more comparison."""
-    times = _TIMES.read_seen(times_file(root.index), system)
-    if isinstance(times, _Times) and times.of == _digest(root):
-        return replace(root, files=_with_mtimes(root.files, times.mtimes))
-    return root
-
-
 def _with_mtimes(files: Iterable[Library], mtimes: Mapping[str, int]) -> tuple[Library, ...]:
     return tuple(replace(file, mtime_ns=mtimes.get(file.target, file.mtime_ns)) for file in files)
 
@@ -228,34 +212,34 @@ def _same_content(root: StagedRoot, files: tuple[Library, ...], system: System) 
     """Return whether the root has the same files as the host, except for their times."""
     if tuple(sorted(_with_mtimes(root.files, {file.target: file.mtime_ns for file in files}))) != files:
         return False
-    before = {file.target: file.mtime_ns for file in root.files}
-    # A file whose text the agent rewrites has its text in `files`, and the check above has compared it already.
-    touched = [file for file in files if file.mtime_ns != before[file.target] and not file.text]
     comparison = hash((system.root, root, files))
     if comparison in _different:
         return False
-    what = f"the content of driver root {root.index}"
+    before = {file.target: file.mtime_ns for file in root.files}
+
+    def same_file(file: Library) -> bool:
+        with (
+            system.open_public(file.source) as source,
+            # Read the copy in TREES, not in the published root: if that is a plain directory, machines can change it. A
+            # root that is a plain directory has no files in TREES, so opening one fails, and the root counts as
+            # different.
+            system.open_public(f"{TREES}/{root.index}/{file.target}") as copy,
+        ):
+            now = os.fstat(source.fileno())
+            if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+                return False
+            while content := source.read(CHUNK):
+                if copy.read(CHUNK) != content:
+                    return False
+            return not copy.read(1)
+
+    # A file whose text the agent rewrites has its text in `files`, and the check above has compared it already.
+    touched = [file for file in files if file.mtime_ns != before[file.target] and not file.text]
     try:
-        same = call_device(what, lambda: all(_same_file(root.index, file, system) for file in touched), LIMIT)
+        same = call_device(f"the content of driver root {root.index}", lambda: all(map(same_file, touched)), LIMIT)
     except OSError:
         # The comparison took too long, or a file was replaced or removed meanwhile. The next pass observes the change.
         same = False
     if not same:
         _different.add(comparison)
     return same
-
-
-def _same_file(index: int, file: Library, system: System) -> bool:
-    with (
-        system.open_public(file.source) as source,
-        # Read the copy in TREES, not in the published root: if that is a plain directory, machines can change it. A
-        # root that is a plain directory has no files in TREES, so opening one fails and the root counts as different.
-        system.open_public(f"{TREES}/{index}/{file.target}") as copy,
-    ):
-        now = os.fstat(source.fileno())
-        if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
-            return False
-        while content := source.read(CHUNK):
-            if copy.read(CHUNK) != content:
-                return False
-        return not copy.read(1)

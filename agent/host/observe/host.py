@@ -1,8 +1,8 @@
-"""Observes the host. Each pass reads everything again, except files that are known to be unchanged (Memory)."""
+"""Observes the host. Each pass reads everything again."""
 
 import ipaddress
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, field
 
@@ -10,7 +10,6 @@ from agent.config.checks import is_below, plain
 from agent.config.settings import CONTROL_PATHS, Config, mountable
 from agent.host.observe.driver_roots import observe_staged, with_times
 from agent.host.observe.machine import (
-    Unit,
     ignored_settings,
     observe_machine,
     observe_start,
@@ -20,7 +19,7 @@ from agent.host.observe.machine import (
     unseen_machine,
     with_properties,
 )
-from agent.host.state.gpus import GpuNotes, observe_gpus, observe_remembered
+from agent.host.state.gpus import observe_gpus, observe_remembered
 from agent.host.state.records import MARK, OWNED_FILES, is_ours
 from agent.host.vendors import HOST_VENDORS
 from agent.model.device import FileIdentity
@@ -32,7 +31,6 @@ from agent.model.facts import (
     Facts,
     FileState,
     GpuFacts,
-    MachineFacts,
     MountSource,
     Placement,
     Seen,
@@ -62,7 +60,7 @@ from agent.system.journal import Ages
 from agent.system.trust import classify_error, discard, path_components, read_seen, untrusted_component
 from agent.vendors.host_vendor import Sources
 
-# Observes where GPUs are in the host: NUMA node and PCI root complex.
+# Where GPUs are in the host: NUMA node and PCI root complex.
 
 
 ROOT = re.compile(r"/(pci[0-9a-f]{4,8}:[0-9a-f]{2})/")
@@ -72,21 +70,19 @@ NUMA_NODE = re.compile(r"-?[0-9]{1,4}")
 
 def observe_placements(config: Config, vendors: Iterable[VendorFacts], system: System) -> Mapping[str, Placement]:
     """Return the placement of every GPU, by PCI address; none if no machine uses DRA, because only DRA needs them."""
-    if not any(each.allocation == DRA for each in config.machines.values()):
-        return {}
-    return {gpu.pci_address: _placement(gpu.pci_address, system) for vendor in vendors for gpu in vendor.gpus}
+    placements = {}
+    uses_dra = any(each.allocation == DRA for each in config.machines.values())
+    for address in (gpu.pci_address for vendor in vendors if uses_dra for gpu in vendor.gpus):
+        path = f"{PCI_DEVICES}/{address}"
+        target, node = read_seen(system.read_link, path), read_seen(system.read_text, f"{path}/numa_node")
+        # Take the first root complex in the path. Devices behind an Intel VMD controller have a second one below it.
+        root = ROOT.search(target) if isinstance(target, str) else None
+        number = NUMA_NODE.fullmatch(node.strip()) if isinstance(node, str) else None
+        placements[address] = Placement(int(number[0]) if number else -1, root[1] if root else "")
+    return placements
 
 
-def _placement(address: str, system: System) -> Placement:
-    path = f"{PCI_DEVICES}/{address}"
-    target, node = read_seen(system.read_link, path), read_seen(system.read_text, f"{path}/numa_node")
-    # Take the first root complex in the path. Devices behind an Intel VMD controller have a second one below the first.
-    root = ROOT.search(target) if isinstance(target, str) else None
-    number = NUMA_NODE.fullmatch(node.strip()) if isinstance(node, str) else None
-    return Placement(int(number[0]) if number else -1, root[1] if root else "")
-
-
-# Observes which DNS servers programs on this host use.
+# Which DNS servers programs on this host use.
 
 
 RESOLV_CONF = "/etc/resolv.conf"
@@ -138,7 +134,7 @@ def _is_same_in_pods(server: str) -> bool:
     return not (address.is_loopback or address.is_unspecified or address.is_multicast or address == BROADCAST)
 
 
-# Observes the sources of extra mounts: whether they exist, and who controls the paths to them.
+# The sources of extra mounts: whether they exist, and who controls the paths to them.
 
 
 def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSource]]:
@@ -147,12 +143,31 @@ def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSourc
     Each observation has a time limit, because a network mount may hang.
     """
     mounts = [mount for settings in config.machines.values() for mount in settings.extra_mounts]
-    control_paths = {*CONTROL_PATHS, *_real_paths(system)} if mounts else set[str]()
+    # /var/lib/machines, for example, may be a link.
+    real_paths = [read_seen(system.real_path, path) for path in CONTROL_PATHS if mounts]
+    control_paths = {*CONTROL_PATHS, *(path for path in real_paths if isinstance(path, str))}
     writable = {mount.source for mount in mounts if not mount.read_only}
-    return {
-        source: read_seen(lambda path: _source(system, path, control_paths, read_only=path not in writable), source)
-        for source in sorted({mount.source for mount in mounts})
-    }
+
+    def resolve(path: str) -> MountSource:
+        real = system.real_path(path)
+        # statfs(2) triggers an automount, which lstat(2) and the like do not.
+        system.free_bytes(real)
+        return MountSource(real, path_components(system, path))
+
+    def observe_source(path: str) -> MountSource | Broken:
+        source = call_source(path, lambda: resolve(path))
+        try:
+            mountable(plain(source.path), read_only=path not in writable, control_paths=control_paths)
+        except ValueError as error:
+            return Broken(str(error))
+        if step := next((each for each in source.components if is_below(each, control_paths)), ""):
+            return Broken(f"the path to it leads through {step}, which controls the host or other machines")
+        # A user who can replace the source with a link could give root in the machine access to any part of the host.
+        if why := call_source(f"the path to {path}", lambda: untrusted_component(system, path, any_last_owner=True)):
+            return Broken(f"{why}: the path could be redirected")
+        return source
+
+    return {path: read_seen(observe_source, path) for path in sorted({mount.source for mount in mounts})}
 
 
 def observe_nspawn_sources(config: Config, system: System) -> dict[str, str]:
@@ -168,36 +183,7 @@ def observe_nspawn_sources(config: Config, system: System) -> dict[str, str]:
     return {path: real for path, real in seen.items() if isinstance(real, str)}
 
 
-def _real_paths(system: System) -> list[str]:
-    """Return the real paths of CONTROL_PATHS: /var/lib/machines, for example, may be a link."""
-    seen = (read_seen(system.real_path, path) for path in CONTROL_PATHS)
-    return [path for path in seen if isinstance(path, str)]
-
-
-def _source(system: System, path: str, control_paths: Collection[str], *, read_only: bool) -> MountSource | Broken:
-    """Return the source; Broken if it must not be mounted. Raises OSError."""
-    source = call_source(path, lambda: _resolve(system, path))
-    try:
-        mountable(plain(source.path), read_only=read_only, control_paths=control_paths)
-    except ValueError as error:
-        return Broken(str(error))
-    if step := next((each for each in source.components if is_below(each, control_paths)), ""):
-        return Broken(f"the path to it leads through {step}, which controls the host or other machines")
-    # A user who can replace the source with a link could give root in the machine access to any part of the host.
-    if why := call_source(f"the path to {path}", lambda: untrusted_component(system, path, any_last_owner=True)):
-        return Broken(f"{why}: the path could be redirected")
-    return source
-
-
-def _resolve(system: System, path: str) -> MountSource:
-    """Return the source with its real path. If the source is mounted on demand, mount it first. Raises OSError."""
-    real = system.real_path(path)
-    # statfs(2) triggers an automount, which lstat(2) and the like do not.
-    system.free_bytes(real)
-    return MountSource(real, path_components(system, path))
-
-
-# Observes the files that a goal may contain, and the ownership record.
+# The files that a goal may contain, and the ownership record.
 
 
 def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
@@ -205,47 +191,40 @@ def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
 
     A damaged record is discarded and counts as empty. The record is Unseen if it cannot be read now.
     """
-    found = OWNED_FILES.read_seen(OWNED, system)
-    if isinstance(found, Absent):
-        return {}, ""
-    if isinstance(found, Unseen):
-        return found, found.why
-    if isinstance(found, Broken):
-        # `discard` also logs the damage. That is needed because this pass replaces the damaged file, and then observes
-        # again: the facts at the end of the pass no longer show the damage.
-        discard(OWNED, found.why, system)
-        return {}, found.why
-    return found.files, ""
+    match OWNED_FILES.read_seen(OWNED, system):
+        case Unseen(why) as unseen:
+            return unseen, why
+        case Absent():
+            return {}, ""
+        case Broken(why):
+            # `discard` also logs the damage. That is needed because this pass replaces the damaged file, and then
+            # observes again: the facts at the end of the pass no longer show the damage.
+            discard(OWNED, why, system)
+            return {}, why
+        case found:
+            return found.files, ""
 
 
 def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, system: System) -> dict[str, FileState]:
     """Return the states of these files: the machines' files, both copies of the GPU record, and all recorded files."""
     of_machines = (path for name in machines for path in (*machine_files(name), device_allow_drop_in(name)))
-    wanted = {*REMEMBERED_GPUS, *of_machines}
-    if isinstance(owned, Unseen):
-        contents = {path: _content(path, system) for path in sorted(wanted)}
-        # Without the record, only the first line of a file shows whether the agent wrote it.
-        return {
-            path: FileState(each, isinstance(each, bytes) and each.startswith(MARK)) for path, each in contents.items()
-        }
-    return {path: _state(path, owned.get(path), system) for path in sorted(wanted | set(owned))}
+    digests = {} if isinstance(owned, Unseen) else owned
+    states = {}
+    for path in sorted({*REMEMBERED_GPUS, *of_machines, *digests}):
+        # Directories are not trusted: root in a machine can remount the machine's handoff directory writable, and put
+        # anything in a file's place.
+        found = read_seen(system.read_untrusted, path)
+        content = found[0] if isinstance(found, tuple) else found
+        if isinstance(owned, Unseen):
+            # Without the record, only the first line of a file shows whether the agent wrote it.
+            is_owned = isinstance(content, bytes) and content.startswith(MARK)
+        else:
+            is_owned = path in owned and (not isinstance(content, bytes) or is_ours(content, owned[path]))
+        states[path] = FileState(content, is_owned)
+    return states
 
 
-def _state(path: str, digest: str | None, system: System) -> FileState:
-    """Return the state of a file. `digest` is the recorded one; None if the ownership record does not name the file."""
-    content = _content(path, system)
-    owned = digest is not None and (not isinstance(content, bytes) or is_ours(content, digest))
-    return FileState(content, owned)
-
-
-def _content(path: str, system: System) -> Seen[bytes]:
-    # Directories are not trusted: root in a machine can remount the machine's handoff directory writable, and put
-    # anything in a file's place.
-    found = read_seen(system.read_untrusted, path)
-    return found[0] if isinstance(found, tuple) else found
-
-
-# Reads the dynamic loader's cache with `ldconfig -p` (glibc, elf/cache.c).
+# The dynamic loader's cache, as `ldconfig -p` lists it (glibc, elf/cache.c).
 
 
 LDCONFIG = "/sbin/ldconfig"
@@ -279,14 +258,9 @@ def parse_listing(output: str) -> Listing | Broken:
     lines = [line for line in body.split("\n") if line and not line.startswith(FOOTER)]
     if len(lines) < int(match[1]):
         return Broken(f"ldconfig -p: the output lists only {len(lines)} of {match[1]} libraries")
-    parsed = [_entry(line) for line in lines]
-    entries = tuple(each for each in parsed if each)
-    return Listing(entries, skipped=len(parsed) - len(entries))
-
-
-def _entry(line: str) -> CacheEntry | None:
-    match = LINE.fullmatch(line)
-    return match and CacheEntry(match["soname"], _architecture(match["tags"]), match["path"])
+    parsed = [each for each in map(LINE.fullmatch, lines) if each]
+    entries = tuple(CacheEntry(each["soname"], _architecture(each["tags"]), each["path"]) for each in parsed)
+    return Listing(entries, skipped=len(lines) - len(entries))
 
 
 def _architecture(tags: str) -> str:
@@ -294,76 +268,35 @@ def _architecture(tags: str) -> str:
 
     Tags are compared as a whole, because a hwcap may look like the tag of an architecture.
     """
-    kind, *others = re.split(r", *", tags)
+    kind, second, *_ = (*re.split(r", *", tags), "")
     if kind != "libc6":
         return ""
-    second = others[0] if others else ""
-    if not second or second.startswith(("hwcap: ", "OS ABI: ")):
-        return "i686"
-    return ARCHITECTURES.get(second, "")
+    return "i686" if not second or second.startswith(("hwcap: ", "OS ABI: ")) else ARCHITECTURES.get(second, "")
 
 
-class LoaderCache:
-    """Lists loader caches. ldconfig runs only if a cache file has changed since it was listed last."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, tuple[FileIdentity, Listing]] = {}
-        """The last listings, by root, each with the identity that the cache file had then."""
-
-    def read(self, system: System, root: str = "/") -> Seen[Listing]:
-        """List the loader cache of the host, or of the system in the directory `root`.
-
-        The paths in the listing are relative to that root.
-        """
-        where = "" if root == "/" else f"{root}: "
-        last = self._last.pop(root, None)
-        try:
-            inner = system if root == "/" else system.below(root)
-        except OSError as error:
-            return classify_error(root, error)
-        identity = read_seen(inner.identity, LOADER_CACHE)
-        if isinstance(identity, Absent):
-            return Absent(f"{where}{LOADER_CACHE}: no such file; run ldconfig")
-        if not isinstance(identity, FileIdentity):
-            return identity
-        if last and last[0] == identity:
-            self._last[root] = last
-            return last[1]
-        # With `-C`, the host's ldconfig can read the cache of any glibc. `-r` does not work here, because ldconfig then
-        # calls chroot(2), which the service may not call.
-        listing = self._list(system, *(("-C", inner.full_path(LOADER_CACHE)) if where else ()))
-        if isinstance(listing, Listing):
-            self._last[root] = (identity, listing)
-        return listing
-
-    def skipped(self) -> tuple[str, ...]:
-        """Return one sentence for each root whose listing has unknown lines."""
-        return tuple(
-            f"ldconfig -p{'' if root == '/' else f' of {root}'}: skipped {listing.skipped} lines of unknown format"
-            for root, (_, listing) in self._last.items()
-            if listing.skipped
-        )
-
-    def _list(self, system: System, *options: str) -> Listing | Broken | Unseen:
-        # /sbin may be missing from a service's PATH, and some systems have ldconfig elsewhere.
-        program = "ldconfig" if read_seen(system.exists, LDCONFIG) is False else LDCONFIG
-        try:
-            return parse_listing(system.run(program, "-p", *options))
-        except CommandError as error:
-            return Unseen(str(error))
+def list_loader_cache(system: System, root: str = "/") -> Seen[Listing]:
+    """List the loader cache of the host, or of the system in the directory `root`, with paths relative to that root."""
+    where = "" if root == "/" else f"{root}: "
+    try:
+        inner = system if root == "/" else system.below(root)
+    except OSError as error:
+        return classify_error(root, error)
+    identity = read_seen(inner.identity, LOADER_CACHE)
+    if isinstance(identity, Absent):
+        return Absent(f"{where}{LOADER_CACHE}: no such file; run ldconfig")
+    if not isinstance(identity, FileIdentity):
+        return identity
+    # /sbin may be missing from a service's PATH, and some systems have ldconfig elsewhere.
+    program = "ldconfig" if read_seen(system.exists, LDCONFIG) is False else LDCONFIG
+    # With `-C`, the host's ldconfig can read the cache of any glibc. `-r` does not work here, because ldconfig then
+    # calls chroot(2), which the service may not call.
+    try:
+        return parse_listing(system.run(program, "-p", *(("-C", inner.full_path(LOADER_CACHE)) if where else ())))
+    except CommandError as error:
+        return Unseen(str(error))
 
 
-# What the host half remembers of its observations from one pass to the next.
-
-
-class Memory(Struct, frozen=True):
-    """The ages of files, and the loader's lists, which stay valid until a file that they came from changes."""
-
-    loader_cache: LoaderCache = field(default_factory=LoaderCache)
-    ages: Ages = field(default_factory=Ages)
-
-
-def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:
+def observe(config: Config, system: System, devices: DeviceSource, ages: Ages) -> Facts:
     """Return the facts of one pass. In these facts, whatever could not be observed is Unseen.
 
     Raises AgentError if the record of detached, lost and failed GPUs cannot be read.
@@ -376,26 +309,58 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
     parent_mount = mount_unit(HOST_NVIDIA)
     units = observe_units([*map(machine_unit, names), *services, parent_mount], system)
-    machine_units = {name: with_properties(name, units[machine_unit(name)], system) for name in names}
-    nodes = [name for name, settings in config.machines.items() if settings.node]
-    services_units = {service: units[service] for service in services}
-    sources = _sources(config, system, devices, memory, services_units, notes)
+
+    skipped = list[str]()
+
+    def loader_cache(root: str) -> Seen[tuple[CacheEntry, ...]]:
+        listing = list_loader_cache(system, root)
+        if not isinstance(listing, Listing):
+            return listing
+        if listing.skipped:
+            of_root = "" if root == "/" else f" of {root}"
+            skipped.append(f"ldconfig -p{of_root}: skipped {listing.skipped} lines of unknown format")
+        return listing.entries
+
+    sources = Sources(
+        system=system,
+        architecture=system.architecture(),
+        pci=devices.pci_devices(),
+        drm=devices.drm_devices(),
+        loader_cache=loader_cache,
+        driver=config.driver,
+        machines=config.machines,
+        units={service: units[service].state for service in services},
+        started=lambda service: observe_start(units[service], system),
+        lost=notes.lost,
+        detached=notes.detached,
+    )
+    machines = []
+    for name in names:
+        unit, node = with_properties(name, units[machine_unit(name)], system), config.machines.get(name)
+        try:
+            is_node = node is not None and node.node is not None
+            machines.append(observe_machine(name, unit, system, ages, is_node=is_node))
+        except Exception as error:
+            machines.append(unseen_machine(name, unit, fault("observe it", error)))
     template = observe_template(system)
-    template_problem = "" if isinstance(template, tuple) else template.why
     staged = observe_staged(system)
     remembered, damage = observe_remembered(system)
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
-    ignored = (each for name in names for each in ignored_settings(name, system))
     roots, time_records = with_times(staged.roots, vendors, system)
-    problems = (template_problem, discarded, *memory.loader_cache.skipped(), notes.problem, damage, *ignored)
+    problems = (
+        "" if isinstance(template, tuple) else template.why,
+        discarded,
+        *skipped,
+        notes.problem,
+        damage,
+        *(each for name in names for each in ignored_settings(name, system)),
+    )
     return Facts(
         architecture=sources.architecture,
         systemd_version=observe_version(system),
         template_device_allow=template,
         vendors=vendors,
-        machines=tuple(
-            _machine(name, unit, system, memory.ages, is_node=name in nodes) for name, unit in machine_units.items()
-        ),
+        machines=tuple(machines),
         staged=roots,
         next_driver_root_index=staged.next_index,
         corrupt_roots=staged.corrupt,
@@ -417,39 +382,3 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         reload_pending=read_seen(system.exists, RELOAD_PENDING) is not False,
         files=observe_files(names, owned, system),
     )
-
-
-def _sources(
-    config: Config,
-    system: System,
-    devices: DeviceSource,
-    memory: Memory,
-    units: Mapping[str, Unit],
-    notes: GpuNotes,
-) -> Sources:
-    """Return the sources of the vendors' facts."""
-    return Sources(
-        system=system,
-        architecture=system.architecture(),
-        pci=devices.pci_devices(),
-        drm=devices.drm_devices(),
-        loader_cache=lambda root: _entries(memory.loader_cache.read(system, root)),
-        driver=config.driver,
-        machines=config.machines,
-        units={name: unit.state for name, unit in units.items()},
-        started=lambda name: observe_start(units[name], system),
-        lost=notes.lost,
-        detached=notes.detached,
-    )
-
-
-def _machine(name: str, unit: Unit, system: System, ages: Ages, *, is_node: bool = False) -> MachineFacts:
-    """Return the machine's facts. If an unexpected error occurs, return only the facts about its unit."""
-    try:
-        return observe_machine(name, unit, system, ages, is_node=is_node)
-    except Exception as error:
-        return unseen_machine(name, unit, fault("observe it", error))
-
-
-def _entries(listing: Seen[Listing]) -> Seen[tuple[CacheEntry, ...]]:
-    return listing.entries if isinstance(listing, Listing) else listing

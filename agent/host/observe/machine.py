@@ -5,8 +5,9 @@ import math
 import posixpath
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct
 from msgspec.structs import astuple, replace
@@ -22,7 +23,6 @@ from agent.model.facts import (
     Absent,
     Broken,
     DeviceAllow,
-    Granted,
     LiveSettings,
     MachineFacts,
     Report,
@@ -58,7 +58,9 @@ from agent.system.files import System
 from agent.system.journal import Ages
 from agent.system.trust import classify_error, discard, read_seen
 
-# Observes systemd: its version, the states of units, and the installed template of nspawn's unit.
+T = TypeVar("T")
+
+# systemd: its version, the states of units, and the installed template of nspawn's unit.
 
 
 TEMPLATE = "systemd-nspawn@.service"
@@ -112,6 +114,23 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
         return {name: Unit(Unseen(str(error))) for name in names}
 
 
+def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
+    if isinstance(listed, Unseen):
+        return Unit(listed)
+    state: Seen[str]
+    masked = listed.load_state == "masked"
+    # A unit whose file was removed or masked may still run, so ActiveState is checked first.
+    if listed.active_state != "inactive" or listed.load_state == "loaded":
+        state = listed.active_state
+    elif listed.load_state == "not-found":
+        state = Absent(f"{name} is not installed")
+    elif masked:
+        state = Broken(f"{name} is masked; run `systemctl unmask {name}`")
+    else:
+        state = Broken(f"{name} cannot be started: LoadState is {listed.load_state}; see `systemctl status {name}`")
+    return Unit(state, listed.path, restarts=listed.restarts, starts=listed.starts, masked=masked)
+
+
 def with_properties(machine: str, unit: Unit, system: System) -> Unit:
     """Return the machine's unit with the properties that `observe_units` does not read.
 
@@ -122,10 +141,20 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
         unit = replace(unit, state="inactive")
     if not isinstance(unit.state, str):
         return unit
+    inactive = unit.state == "inactive"
     try:
+        # The timestamp is read after ActiveState: if ActiveState says that the machine has stopped, the timestamp is
+        # set. In two cases, systemd has no timestamp although a start of the machine has begun: if that start was
+        # cancelled before the unit itself started, or if systemd has unloaded the unit since (it keeps only units that
+        # are enabled, failed, or in use: unit_may_gc in unit.c). In both cases, the agent's own mark remains.
+        has_run = unit.state != "active" and (
+            (unit.masked and inactive)
+            or systemd.inactive_enter(unit.path, system) != 0
+            or (inactive and not unit.starts and has_started(machine, system))
+        )
         return replace(
             unit,
-            has_run=(unit.masked and unit.state == "inactive") or _has_run(machine, unit, system),
+            has_run=has_run,
             # If a unit was masked after systemd had loaded it, systemd always says that the unit needs a reload,
             # because systemd no longer looks for the unit's drop-ins (unit_need_daemon_reload in unit.c).
             needs_reload=not unit.masked and systemd.needs_reload(unit.path, system),
@@ -133,40 +162,6 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
         )
     except (BusError, OSError) as error:
         return Unit(Unseen(str(error)))
-
-
-def _has_run(machine: str, unit: Unit, system: System) -> bool:
-    """Return whether, since the host booted, the unit has stopped, failed to start, or had a start cancelled.
-
-    While the unit is active, the result is False.
-    """
-    if unit.state == "active":
-        return False
-    # The timestamp is read after ActiveState: if ActiveState says that the machine has stopped, the timestamp is set.
-    if systemd.inactive_enter(unit.path, system) != 0:
-        return True
-    # In two cases, systemd has no timestamp although a start of the machine has begun: if that start was cancelled
-    # before the unit itself started, or if systemd has unloaded the unit since (it keeps only units that are enabled,
-    # failed, or in use: unit_may_gc in unit.c). In both cases, the agent's own mark remains.
-    return unit.state == "inactive" and not unit.starts and has_started(machine, system)
-
-
-def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
-    if isinstance(listed, Unseen):
-        return Unit(listed)
-    state, masked = _state(name, listed), listed.load_state == "masked"
-    return Unit(state, listed.path, restarts=listed.restarts, starts=listed.starts, masked=masked)
-
-
-def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:
-    # A unit whose file was removed or masked may still run, so ActiveState is checked first.
-    if listed.active_state != "inactive" or listed.load_state == "loaded":
-        return listed.active_state
-    if listed.load_state == "not-found":
-        return Absent(f"{name} is not installed")
-    if listed.load_state == "masked":
-        return Broken(f"{name} is masked; run `systemctl unmask {name}`")
-    return Broken(f"{name} cannot be started: LoadState is {listed.load_state}; see `systemctl status {name}`")
 
 
 def observe_start(unit: Unit, system: System) -> Seen[int]:
@@ -273,27 +268,29 @@ def _logical_lines(text: str) -> Iterator[str]:
 def observe_machine(name: str, unit: Unit, system: System, ages: Ages, *, is_node: bool = False) -> MachineFacts:
     """Return the machine's facts. `is_node` is whether `up` makes the machine."""
     report, report_age = _report(name, system, ages)
-    granted, granted_age = _granted(name, system, ages)
-    live, live_age = _live(name, system, ages)
-    return MachineFacts(
-        name=name,
+    granted, granted_age = _record(granted_file(name), lambda data: GRANTED.parse(GRANTED_NAME, data), system, ages)
+    handed_roots, _ = _record(handed_roots_file(name), partial(parse_handed, handed_roots_file(name)), system, ages)
+    # The record of the live settings is a cache: a damaged one counts as missing.
+    live, live_age = _record(live_file(name), parse_live, system, ages)
+    started = None
+    if unit.state == "active" and not isinstance(live, Unseen) and not (isinstance(live, LiveSettings) and live.fixed):
+        # The record does not say with which settings the machine started.
+        files = [read_seen(system.read, path) for path in (started_nspawn(name), started_drop_in(name))]
+        started = (files[0], files[1]) if isinstance(files[0], bytes) and isinstance(files[1], bytes) else None
+    # A link is not followed, because root in the machine can put one there.
+    published = read_seen(lambda path: system.identity(path, follow=False), handoff_file(name))
+    return replace(
+        unseen_machine(name, unit, Unseen("it was not observed")),
         root=_root(name, system, is_node=is_node),
-        unit_state=unit.state,
         kept_from_boot_by=_kept_from_boot_by(name, unit, system),
-        masked=unit.masked,
-        starts=unit.starts,
-        restarts=unit.restarts,
-        has_run=unit.has_run,
-        unit_needs_reload=unit.needs_reload,
-        device_allow=unit.device_allow,
         granted=granted,
         granted_age=granted_age,
-        live=None if isinstance(live, Unseen) else live,
+        live=live if isinstance(live, LiveSettings) else None,
         live_unseen=live.why if isinstance(live, Unseen) else "",
-        live_age=live_age,
-        started=_started(name, system) if unit.state == "active" and _start_unknown(live) else None,
-        handed_roots=_handed_roots(name, system),
-        publication=_publication(name, system),
+        live_age=live_age if isinstance(live, LiveSettings) else math.inf,
+        started=started,
+        handed_roots=handed_roots,
+        publication=Publication(published.inode, published.mtime_ns) if isinstance(published, FileIdentity) else None,
         report=report,
         report_age=report_age,
     )
@@ -305,7 +302,7 @@ def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
         name=name,
         root=unseen,
         unit_state=unit.state,
-        kept_from_boot_by=_reset(name),
+        kept_from_boot_by=f"unbounded-agent reset {name}",
         masked=unit.masked,
         starts=unit.starts,
         restarts=unit.restarts,
@@ -318,6 +315,37 @@ def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
     )
 
 
+def _record(path: str, parse: Callable[[bytes], T], system: System, ages: Ages) -> tuple[Seen[T], float]:
+    """Return what one of the agent's records has, and its age in seconds. A damaged record is Broken, and discarded."""
+    found = read_seen(system.read_untrusted, path)
+    if isinstance(found, tuple):
+        try:
+            return parse(found[0]), ages.of(path, found[1])
+        except DocumentError as error:
+            found = Broken(str(error))
+    if isinstance(found, Broken):
+        discard(path, found.why, system)
+    return found, 0.0
+
+
+def _report(name: str, system: System, ages: Ages) -> tuple[Seen[Report], float]:
+    """Return the machine's report, and its age in seconds."""
+    path = f"{report_directory(name)}/{REPORT_NAME}"
+    found = read_seen(lambda path: system.read_untrusted(path, SIZE_LIMIT), path)
+    if isinstance(found, Absent):
+        return Absent(f"machine {name} has not reported"), 0.0
+    if not isinstance(found, tuple):
+        return found, 0.0
+    report: Seen[Report]
+    try:
+        report = parse_report(found[0])
+    except DocumentError as error:
+        report = Broken(str(error))
+    except Exception as error:
+        report = fault("read its report", error)
+    return report, ages.of(path, found[1])
+
+
 def _kept_from_boot_by(name: str, unit: Unit, system: System) -> str:
     """Return the command of `MachineFacts.kept_from_boot_by`; empty if the machine does not start at boot.
 
@@ -325,16 +353,12 @@ def _kept_from_boot_by(name: str, unit: Unit, system: System) -> str:
     """
     # `up` enables each machine that it makes.
     if read_seen(system.exists, node_record(name)) is not False:
-        return _reset(name)
+        return f"unbounded-agent reset {name}"
     if read_seen(lambda path: is_enabled(path, system), machine_unit(name)) is False:
         return ""
     # systemd does not disable a masked unit, although the command succeeds.
     unmask = f"systemctl unmask {machine_unit(name)} && " if unit.masked else ""
     return f"{unmask}machinectl disable {name}"
-
-
-def _reset(name: str) -> str:
-    return f"unbounded-agent reset {name}"
 
 
 def _root(name: str, system: System, *, is_node: bool) -> Seen[str]:
@@ -358,25 +382,14 @@ def _root(name: str, system: System, *, is_node: bool) -> Seen[str]:
         case False if is_node:
             return Absent(f"{path} does not exist; run `unbounded-agent up {name}`, which makes it")
         case False:
+            names = read_seen(system.entries, MACHINE_ROOTS)
+            visible = [each for each in names if not each.startswith(".")] if isinstance(names, tuple) else []
+            roots = [each for each in visible if read_seen(system.is_directory, f"{MACHINE_ROOTS}/{each}") is True]
+            existing = f"unknown, {names.why}" if isinstance(names, Unseen) else ", ".join(roots) or "none"
             advice = "correct the name, or unpack the machine's image into that directory"
-            return Absent(f"{path} does not exist; {advice} (machines in {MACHINE_ROOTS}: {_existing(system)})")
+            return Absent(f"{path} does not exist; {advice} (machines in {MACHINE_ROOTS}: {existing})")
         case unseen:
             return unseen
-
-
-def _existing(system: System) -> str:
-    """Return the names of the machines that exist, as text."""
-    names = read_seen(system.entries, MACHINE_ROOTS)
-    if isinstance(names, Unseen):
-        return f"unknown, {names.why}"
-    if not isinstance(names, tuple):
-        return "none"
-    machines = [
-        name
-        for name in names
-        if not name.startswith(".") and read_seen(system.is_directory, f"{MACHINE_ROOTS}/{name}") is True
-    ]
-    return ", ".join(machines) or "none"
 
 
 def ignored_settings(name: str, system: System) -> tuple[str, ...]:
@@ -397,100 +410,12 @@ def ignored_settings(name: str, system: System) -> tuple[str, ...]:
     )
 
 
-def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], float]:
-    """Return the machine's last grant, and how many seconds ago it was published."""
-    path = granted_file(name)
-    found = read_seen(lambda path: system.read_untrusted(path, SIZE_LIMIT), path)
-    if not isinstance(found, tuple):
-        return found, 0.0
-    try:
-        return GRANTED.parse(GRANTED_NAME, found[0]), ages.of(path, found[1])
-    except DocumentError as error:
-        discard(path, str(error), system)
-        return Broken(str(error)), 0.0
-
-
-def _report(name: str, system: System, ages: Ages) -> tuple[Seen[Report], float]:
-    """Return the machine's report, and its age in seconds."""
-    path = f"{report_directory(name)}/{REPORT_NAME}"
-    found = read_seen(lambda path: system.read_untrusted(path, SIZE_LIMIT), path)
-    if isinstance(found, Absent):
-        return Absent(f"machine {name} has not reported"), 0.0
-    if not isinstance(found, tuple):
-        return found, 0.0
-    try:
-        report: Seen[Report] = parse_report(found[0])
-    except DocumentError as error:
-        report = Broken(str(error))
-    except Exception as error:
-        report = fault("read its report", error)
-    return report, ages.of(path, found[1])
-
-
-def _publication(name: str, system: System) -> Publication | None:
-    """Return the last publication of the handoff; None if there is none, or if its file cannot be observed.
-
-    A link is not followed, because root in the machine can put one there.
-    """
-    found = read_seen(lambda path: system.identity(path, follow=False), handoff_file(name))
-    return Publication(found.inode, found.mtime_ns) if isinstance(found, FileIdentity) else None
-
-
-def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen | None, float]:
-    """Return the machine's live settings, and their age in seconds.
-
-    The settings are None if there are none, and Unseen if they cannot be read now. In both cases, the age is infinite.
-    """
-    found = read_seen(system.read_untrusted, live_file(name))
-    if isinstance(found, Unseen):
-        return found, math.inf
-    if isinstance(found, Broken):
-        discard(live_file(name), found.why, system)
-    if not isinstance(found, tuple):
-        return None, math.inf
-    try:
-        return parse_live(found[0]), ages.of(live_file(name), found[1])
-    except DocumentError as error:
-        # The record is a cache: a damaged one counts as missing.
-        discard(live_file(name), str(error), system)
-        return None, math.inf
-
-
-def _start_unknown(live: LiveSettings | Unseen | None) -> bool:
-    """Return whether the live settings are missing, or do not say with which settings the machine started.
-
-    If the live settings could not be read, the result is False, because they may be complete.
-    """
-    return live is None or (isinstance(live, LiveSettings) and not live.fixed)
-
-
-def _started(name: str, system: System) -> tuple[bytes, bytes] | None:
-    """Return the copies of the .nspawn file and the drop-in from the machine's start; None unless both can be read."""
-    nspawn, drop_in = read_seen(system.read, started_nspawn(name)), read_seen(system.read, started_drop_in(name))
-    return (nspawn, drop_in) if isinstance(nspawn, bytes) and isinstance(drop_in, bytes) else None
-
-
-def _handed_roots(name: str, system: System) -> Seen[tuple[int, ...]]:
-    """Return the indices of the driver roots that handoffs have named since the machine's start."""
-    path = handed_roots_file(name)
-    data = read_seen(system.read, path)
-    if not isinstance(data, bytes):
-        return data
-    try:
-        return parse_handed(path, data)
-    except DocumentError as error:
-        discard(path, str(error), system)
-        return Broken(str(error))
-
-
 # Parses a machine's report. The machine is not trusted: everything is bounded, and all texts are printable.
 
 
 TYPES = frozenset(ConditionType)
 CONDITIONS_LIMIT = 64
 """The largest number of conditions in a report: a newer machine half may report more than this release knows."""
-
-
 GPUS_LIMIT = 256
 """The largest number of GPUs that a condition may name."""
 
@@ -518,7 +443,7 @@ class _Condition(Struct, frozen=True):
 class _Fabric(Struct, frozen=True):
     """What a GPU says of its fabric and of persistence mode."""
 
-    gpu: Annotated[str, Meta(pattern=rf"\A{PCI_ADDRESS.pattern}\Z")]
+    gpu: Address
     state: FabricWord
     status: FabricWord
     persistence: FabricWord = ""
@@ -572,10 +497,21 @@ def parse_report(data: bytes) -> Report:
     except DocumentError as error:
         raise DocumentError(error.message, error.hint or "the machine half writes it again") from error
     known = [each for each in document.conditions if each.type in TYPES]
+    conditions = [
+        Condition(
+            ConditionType(each.type),
+            each.status,
+            each.reason,
+            printable(each.message),
+            # Only a fault can concern some GPUs.
+            gpus=each.gpus if each.status is Status.FALSE else (),
+        )
+        for each in known
+    ]
     return Report(
         document.generation,
         printable(document.agent_version),
-        tuple(map(_condition, known)),
+        tuple(conditions),
         {Repair(name): count for name, count in to_builtins(document.repairs).items()},
         document.advertised_gpus,
         document.changed_files,
@@ -584,12 +520,6 @@ def parse_report(data: bytes) -> Report:
         printable(document.refused),
         tuple(f"{each.type}={each.status} ({each.reason})" for each in document.conditions if each not in known),
     )
-
-
-def _condition(found: _Condition) -> Condition:
-    # Only a fault can concern some GPUs.
-    gpus = found.gpus if found.status is Status.FALSE else ()
-    return Condition(ConditionType(found.type), found.status, found.reason, printable(found.message), gpus=gpus)
 
 
 def _check(document: _Document) -> None:
@@ -623,11 +553,8 @@ def _check(document: _Document) -> None:
         raise DocumentError(f"{REPORT_NAME}: key publication must be two whole numbers from 0 to {2**64 - 1}")
 
 
-# Observes whether a machine's kubelet has joined its cluster.
-
-
-LIMIT = 1024
-"""Bytes of the largest file that is read."""
+JOINED_LIMIT = 1024
+"""Bytes of the largest file that is read about a kubelet's join."""
 
 
 def observe_joined(machine: str, system: System) -> str:
@@ -637,6 +564,6 @@ def observe_joined(machine: str, system: System) -> str:
     If the file does not contain a valid name, the result is empty too: `doctor` gives the name to kubectl, which would
     take a text such as `--kubeconfig=...` for an option.
     """
-    found = read_seen(lambda path: system.read_untrusted(path, LIMIT), joined_file(machine))
+    found = read_seen(lambda path: system.read_untrusted(path, JOINED_LIMIT), joined_file(machine))
     node = found[0].decode(errors="replace").strip() if isinstance(found, tuple) else ""
     return node if is_subdomain(node) else ""

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.host.observe.host import Listing, LoaderCache, parse_listing
+from agent.host.observe.host import Listing, list_loader_cache, parse_listing
 from agent.model.facts import Absent, Broken, CacheEntry, Unseen
-from agent.model.paths import LOADER_CACHE
 from tests.fakes.host import HOSTS, Host
 
 DEBIAN = (HOSTS / "debian-13-driver-550" / "ldconfig.txt").read_text()
@@ -93,41 +92,18 @@ def test_no_text_raises_an_exception(text: str, count: int) -> None:
 
 
 def test_a_missing_cache_is_absent_and_no_program_runs(host: Host) -> None:
-    assert isinstance(LoaderCache().read(host), Absent)
+    assert isinstance(list_loader_cache(host), Absent)
     assert host.runner.calls == []
 
 
 def test_a_failing_program_is_unseen(host: Host) -> None:
     host.loader_cache(DEBIAN)
     host.command("ldconfig", "-p", stderr="ldconfig: Permission denied\n", status=1)
-    seen = LoaderCache().read(host)
+    seen = list_loader_cache(host)
     assert isinstance(seen, Unseen)
     assert "Permission denied" in seen.why
 
 
 def test_an_unreadable_cache_is_not_absent(host: Host, tmp_path: Path) -> None:
     host.symlink("/etc/ld.so.cache", "ld.so.cache")
-    assert isinstance(LoaderCache().read(host), Broken)
-
-
-def test_ldconfig_runs_again_only_for_a_changed_cache(host: Host) -> None:
-    host.load("debian-13-driver-550")
-    cache = LoaderCache()
-    first = cache.read(host)
-    assert cache.read(host) is first
-    assert host.runner.calls == [("/sbin/ldconfig", "-p")]
-    host.remove_file(LOADER_CACHE)
-    assert isinstance(cache.read(host), Absent)
-    host.loader_cache(listing("a.so (libc6) => /a.so"))
-    host.command("/sbin/ldconfig", "-p", stdout=listing("a.so (libc6) => /a.so"))
-    again = cache.read(host)
-    assert isinstance(again, Listing)
-    assert len(again.entries) == 1
-
-
-def test_a_failure_is_not_remembered(host: Host) -> None:
-    host.loader_cache("")
-    cache = LoaderCache()
-    assert isinstance(cache.read(host), Broken)
-    host.command("ldconfig", "-p", stdout=DEBIAN)
-    assert isinstance(cache.read(host), Listing)
+    assert isinstance(list_loader_cache(host), Broken)
