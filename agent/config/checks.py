@@ -2,6 +2,7 @@
 
 pydantic validates a document, because it finds all mistakes; msgspec would stop at the first one. Nevertheless, the
 tables are msgspec structs: to load pydantic takes 80 ms and 13 MB, so only code that validates a new document loads it.
+Its core schemas are dicts (documentation of pydantic_core), so tables and checks can return theirs without it.
 """
 
 import ipaddress
@@ -24,21 +25,21 @@ class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def validated(cls, document: object) -> Self:
-        """Return the table in a document. Raises pydantic.ValidationError."""
+        """Return the table in a document. Raises pydantic.ValidationError, which is a ValueError."""
         table: Self = _adapter(cls).validate_python(document, strict=True)
         return table
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: "GetCoreSchemaHandler") -> "CoreSchema":
-        """Tell pydantic how to validate the table (pydantic's documentation, "Custom types")."""
-        from pydantic_core import core_schema
-
         keys = {
-            each.name: core_schema.typed_dict_field(handler.generate_schema(each.type), required=each.required)
+            each.name: {
+                "type": "typed-dict-field",
+                "schema": handler.generate_schema(each.type),
+                "required": each.required,
+            }
             for each in fields(cls)
         }
-        table = core_schema.typed_dict_schema(keys, extra_behavior="forbid")
-        return core_schema.no_info_after_validator_function(lambda values: cls(**values), table)
+        return _after(lambda values: cls(**values), {"type": "typed-dict", "fields": keys, "extra_behavior": "forbid"})
 
 
 @cache
@@ -48,6 +49,11 @@ def _adapter(table: type[Table]) -> "TypeAdapter[Any]":
     return TypeAdapter(table)
 
 
+def _after(function: Callable[[Any], object], schema: Any) -> "CoreSchema":  # noqa: ANN401
+    """Return the schema of values that are checked by another schema first, then by the function."""
+    return {"type": "function-after", "function": {"type": "no-info", "function": function}, "schema": schema}
+
+
 class Check(Struct, frozen=True):
     """Checks the value of a key, or an item in that value."""
 
@@ -55,10 +61,7 @@ class Check(Struct, frozen=True):
     """Takes the value, and returns it, perhaps in another form. Raises ValueError if the value is not allowed."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: "GetCoreSchemaHandler") -> "CoreSchema":
-        """Let pydantic call the function after it has checked the type."""
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_after_validator_function(self.function, handler(source))
+        return _after(self.function, handler(source))
 
 
 class Range(Struct, frozen=True):
@@ -68,10 +71,7 @@ class Range(Struct, frozen=True):
     highest: int
 
     def __get_pydantic_core_schema__(self, source: object, handler: "GetCoreSchemaHandler") -> "CoreSchema":
-        """Let pydantic check the number."""
-        from pydantic_core import core_schema
-
-        return core_schema.int_schema(ge=self.lowest, le=self.highest)
+        return {"type": "int", "ge": self.lowest, "le": self.highest}
 
 
 def text(pattern: str, expected: str, *, longest: int = 0, secret: bool = False) -> Check:
@@ -95,6 +95,8 @@ def text(pattern: str, expected: str, *, longest: int = 0, secret: bool = False)
 
 T = TypeVar("T")
 
+# The functions of checks return the value, perhaps in another form. They raise ValueError if it is not allowed.
+
 PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
 """Matches a path that systemd takes literally in a Bind= line, once the path's colons are escaped. The path neither
 begins nor ends with a blank, which systemd would strip. It has no backslash, which would begin an escape sequence."""
@@ -103,22 +105,15 @@ PATH_LIMIT, NAME_LIMIT = 4095, 255
 
 
 def absolute(value: str) -> str:
-    """Return the path without doubled or trailing slashes.
-
-    Raises ValueError if it is not absolute, has a component `.` or `..`, or has unprintable characters.
-    """
+    """Return the path without doubled or trailing slashes, if it is absolute and has no `.` and `..`."""
     if not value.startswith("/") or not value.isprintable() or {".", ".."} & set(value.split("/")):
         why = "is not an absolute path, such as /opt/driver/lib, or has `.`, `..` or unprintable characters in it"
         raise ValueError(f"{value!r} {why}")
     return "/" + "/".join(part for part in value.split("/") if part)
 
 
-AbsolutePath = Annotated[str, Check(absolute)]
-"""Normalised: no trailing and no doubled slashes."""
-
-
 def plain(value: str) -> str:
-    """Return the path. Raises ValueError if it is too long, or if systemd would not take it literally."""
+    """Return the path, if it is not too long, and systemd takes it literally."""
     if not PLAIN.fullmatch(value) or not value.isprintable():
         raise ValueError(f"{value!r} has a backslash, a control character, or a blank at its start or end")
     if len(value.encode()) > PATH_LIMIT or any(len(part.encode()) > NAME_LIMIT for part in value.split("/")):
@@ -127,10 +122,7 @@ def plain(value: str) -> str:
 
 
 def host_name(value: str) -> str:
-    """Return the host name or address.
-
-    Raises ValueError if Python could not look it up, for example because a label (a part between two dots) is empty.
-    """
+    """Return the host, if Python can look it up: no label (a part between two dots) may be empty, for example."""
     try:
         value.encode("idna")
     except UnicodeError as error:
@@ -139,10 +131,7 @@ def host_name(value: str) -> str:
 
 
 def usable_url(value: str) -> str:
-    """Return the URL. Raises ValueError if http.client could not use it, or if it has a query or a fragment.
-
-    The error does not quote the URL, because it may contain a secret.
-    """
+    """Return the URL, if http.client can use it. The error does not quote it, because it may contain a secret."""
     try:
         parts = urlsplit(value)
         unusable = not host_name(parts.hostname or "") or parts.port == 0 or parts.query or parts.fragment
@@ -159,10 +148,7 @@ def is_below(path: str, others: Iterable[str]) -> bool:
 
 
 def once(kind: str, key: Callable[[T], str]) -> Check:
-    """Return a check for lists that raises ValueError if two items have the same key.
-
-    In the error, `kind` says what the items are.
-    """
+    """Return a check for lists: no two items have the same key. In the error, `kind` says what the items are."""
 
     def check(values: list[T]) -> list[T]:
         keys = [key(value) for value in values]
@@ -176,6 +162,7 @@ def once(kind: str, key: Callable[[T], str]) -> Check:
 # Names and values in Kubernetes' API: the rules of IsQualifiedName and IsValidLabelValue (util/validation of
 # k8s.io/apimachinery).
 NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+IN_NAMES = "letters, digits, dots, hyphens and underscores, and must begin and end with a letter or digit"
 SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 SUBDOMAIN_LIMIT = 253
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
@@ -195,37 +182,31 @@ def is_subdomain(text: str) -> bool:
 
 
 def label_key(value: str) -> str:
-    """Check a key of a label or taint, and return it. Raises ValueError if it is not a qualified name."""
+    """Return the key of a label or taint, if it is a qualified name."""
     prefix, slash, name = value.rpartition("/")
     if slash and not is_subdomain(prefix):
         raise ValueError(f"{value!r} is not a key: what precedes the slash must be a DNS subdomain in lower case")
     if not NAME.fullmatch(name):
-        raise ValueError(
-            f"{value!r} is not a key: its name must have 1 to 63 letters, digits, dots, hyphens and underscores, and "
-            "must begin and end with a letter or digit"
-        )
+        raise ValueError(f"{value!r} is not a key: its name must have 1 to 63 {IN_NAMES}")
     return value
 
 
 def label_value(value: str) -> str:
-    """Check a value of a label or taint, and return it. Raises ValueError if Kubernetes would reject it."""
+    """Return the value of a label or taint, if Kubernetes accepts it."""
     if value and not NAME.fullmatch(value):
-        raise ValueError(
-            f"{value!r} is not a value: it must have at most 63 letters, digits, dots, hyphens and underscores, and "
-            "must begin and end with a letter or digit"
-        )
+        raise ValueError(f"{value!r} is not a value: it must have at most 63 {IN_NAMES}")
     return value
 
 
 def startup_taint(value: str) -> str:
-    """Return the taint, which may be empty. Raises ValueError if it is malformed, or its effect keeps no pod away."""
+    """Return the taint, which may be empty, if its effect keeps pods away."""
     if value and split_taint(value)[2] == "PreferNoSchedule":
         raise ValueError(f"{value!r} keeps no pod away: use NoSchedule or NoExecute")
     return value
 
 
 def split_taint(text: str) -> tuple[str, str, str]:
-    """Return the key, value and effect of a taint. Raises ValueError if it is malformed."""
+    """Return the key, value and effect of a taint."""
     key_and_value, colon, effect = text.rpartition(":")
     key, _, value = key_and_value.partition("=")
     if not colon or effect not in EFFECTS:
@@ -234,7 +215,7 @@ def split_taint(text: str) -> tuple[str, str, str]:
 
 
 def ip_address(value: str) -> str:
-    """Return the IP address in its usual form. Raises ValueError if it is malformed."""
+    """Return the IP address in its usual form."""
     try:
         return str(ipaddress.ip_address(value))
     except ValueError:
@@ -242,13 +223,14 @@ def ip_address(value: str) -> str:
 
 
 def node_addresses(value: str) -> str:
-    """Return at most one IPv4 and one IPv6 address, separated by a comma. Raises ValueError for anything else."""
+    """Return at most one IPv4 and one IPv6 address, separated by a comma."""
     addresses = [ip_address(each) for each in value.split(",")] if value else []
     if len(addresses) > 2 or len({":" in each for each in addresses}) != len(addresses):
         raise ValueError(f"{value!r}: a node has one address, or one of IPv4 and one of IPv6")
     return ",".join(addresses)
 
 
+AbsolutePath = Annotated[str, Check(absolute)]
 LabelKey = Annotated[str, Check(label_key)]
 LabelValue = Annotated[str, Check(label_value)]
 Taint = Annotated[str, Check(lambda value: split_taint(value) and value)]

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct, convert, to_builtins
@@ -31,16 +31,28 @@ if TYPE_CHECKING:
 
 LINE_LIMIT = 80
 """How much of a faulty line an error quotes at most, in characters."""
+Keys = tuple[str, ...]
+"""Identifies a key: the names of the tables around it, followed by its own."""
+MACHINES_KEY: Keys = ("machines",)
 
 
 class Document(Struct, frozen=True):
     """What the files of the configuration contain."""
 
     content: dict[str, Any]
-    origins: dict[tuple[str, ...], str]
-    """The file that each key is from. A key is identified by the names of the tables around it, followed by its own."""
-    file: str
-    """The last file that was read. Errors about a missing key name this file, because the key can be added there."""
+    files: list[tuple[str, dict[str, Any]]]
+    """The content of each file. Later files override earlier ones. Errors about a missing key name the last file,
+    because the key can be added there."""
+
+    def file_of(self, keys: Keys) -> str | None:
+        """Return the last file that has the key; None if none has it."""
+        for file, value in self.files[::-1]:
+            found: object = value
+            for key in keys:
+                found = found.get(key) if isinstance(found, dict) else None
+            if found is not None:
+                return file
+        return None
 
 
 def read_document(system: System, path: str) -> Document:
@@ -62,62 +74,44 @@ def read_document(system: System, path: str) -> Document:
             f"{path}: no such file",
             "create it with a table [machines.NAME] for each machine, or with an empty table [machines] for none",
         )
-    document = Document({}, {}, files[-1])
+    document = Document({}, [])
     for file in files:
         try:
             # Only the standard files must belong to root: a user who passes --config is responsible for that file.
-            content = _parse(system, file, root_owned=path == CONFIG_FILE)
-            _merge(document.content, content, file, document.origins, ())
+            if path == CONFIG_FILE and (fault := settings_fault(system, file)):
+                raise ConfigError(f"{file}: refused, because it decides what root does on this host: {fault}")
+            content = _parse(system.read(file), file)
+            _merge(document.content, content)
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot read it: {error.strerror}") from error
         except RecursionError as error:
             raise ConfigError(f"{file}: tables or lists are nested too deeply", "nest them less deeply") from error
+        document.files.append((file, content))
     return document
 
 
-def _parse(system: System, file: str, *, root_owned: bool) -> dict[str, Any]:
+def _parse(data: bytes, file: str) -> dict[str, Any]:
+    text = ""
     try:
-        if root_owned and (fault := settings_fault(system, file)):
-            raise ConfigError(f"{file}: refused, because it decides what root does on this host: {fault}")
-        text = system.read(file).decode()
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot read it: {error.strerror}") from error
-    except UnicodeError as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from error
-    try:
+        text = data.decode()
         return parse_toml(text)
     except ValueError as error:
-        raise ConfigError(f"{file}: not TOML: {error}{_source(text, error)}") from error
+        # Quote the line that the error names, without the value: it may be a secret that does not belong there, and
+        # everyone can read the error.
+        found, lines, source = re.search(r"at line ([0-9]{1,9})", str(error)), text.split("\n"), ""
+        if found and int(found[1]) <= len(lines):
+            key, equals, _ = lines[int(found[1]) - 1].strip()[:LINE_LIMIT].partition("=")
+            source = f": {printable(key)}{equals and '= ...'}"
+        raise ConfigError(f"{file}: not TOML: {error}{source}") from error
 
 
-def _source(text: str, error: ValueError) -> str:
-    """Return the line that the error names, to be added to it; empty if it names none.
-
-    The value is left out: it may be a secret that does not belong there, and everyone can read the error.
-    """
-    found = re.search(r"at line ([0-9]{1,9})", str(error))
-    lines = text.split("\n")
-    if not found or int(found[1]) > len(lines):
-        return ""
-    key, equals, _ = lines[int(found[1]) - 1].strip()[:LINE_LIMIT].partition("=")
-    return f": {printable(key)}{equals and '= ...'}"
-
-
-def _merge(
-    into: dict[str, Any],
-    new: Mapping[str, Any],
-    file: str,
-    origins: dict[tuple[str, ...], str],
-    parents: tuple[str, ...],
-) -> None:
-    """Merge `new` into `into`: merge tables, replace other values. Record in `origins` which file each key is from.
-
-    `parents` are the keys that lead to `new` from the top of the document.
-    """
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Merge `new` into `into`: merge tables, replace other values."""
     for key, value in new.items():
-        origins[(*parents, key)] = file
         if isinstance(value, dict):
             if not isinstance(into.get(key), dict):
                 into[key] = {}
-            _merge(into[key], value, file, origins, (*parents, key))
+            _merge(into[key], value)
         else:
             into[key] = value
 
@@ -134,24 +128,10 @@ def _merge(
 # comes into force (InForce).
 
 
-def _installation() -> str:
-    try:
-        # Installing a package replaces the files in this directory, and so changes the directory's ctime.
-        return f"{__version__} {os.stat(os.path.dirname(__file__)).st_ctime_ns}"
-    except OSError:
-        return ""
-
-
-INSTALLATION = _installation()
+# Installing a package replaces the files in this directory, and so changes the directory's ctime.
+INSTALLATION = f"{__version__} {os.stat(os.path.dirname(__file__)).st_ctime_ns}"
 """Identifies the code that this process runs. Settings that other code validated are not used, because this code might
-reject their document. Empty if unknown."""
-
-
-def _known_settings(document: dict[str, Any], system: System) -> Config | None:
-    """Return the saved settings if `document` is the last good one and this installation validated it; else None."""
-    saved = _saved(system)
-    known = bool(INSTALLATION) and saved.get("validated_by") == INSTALLATION and _same(saved, document)
-    return _settings(saved) if known else None
+reject their document."""
 
 
 def save_last_good(document: dict[str, Any], config: Config, system: System) -> None:
@@ -164,9 +144,17 @@ def save_last_good(document: dict[str, Any], config: Config, system: System) -> 
     saved = {"validated_by": INSTALLATION, "document": document, "settings": to_builtins(config)}
     content = json.dumps(saved, default=str).encode() + b"\n"
     try:
-        with _only_writer(system):
+        # At the first boot after an upgrade, the service and every starting machine save the same document. All use the
+        # same temporary file, so only one of them may write. The others do not wait, because no machine's start may
+        # wait for another process.
+        system.make_directory(RUNTIME)
+        lock = system.open_lock(LAST_GOOD_LOCK)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Not public, because the configuration files may be readable by root only.
             system.write(LAST_GOOD_CONFIG, content, 0o600)
+        finally:
+            os.close(lock)
     except OSError:
         # Remove a saved configuration that is outdated: it may grant what `config` no longer grants. A file can be
         # removed even from a full disk.
@@ -199,7 +187,10 @@ class InForce(Struct):
             # Leave `checked` unchanged, so that the next check reads the file again: perhaps only this attempt failed.
             return
         self.checked = identity
-        if _compared(settings) != _compared(self.config):
+        # Compare texts, because TOML has dates, times and NaN. If a date or time is saved as JSON, it is read again as
+        # a string. NaN does not even equal itself.
+        saved, own = (json.dumps(to_builtins(each), default=str, sort_keys=True) for each in (settings, self.config))
+        if saved != own:
             raise ConfigChangedError("the configuration has changed in the meantime", "run the command again")
 
 
@@ -211,13 +202,12 @@ def last_good_identity(system: System) -> FileIdentity | None:
         return None
 
 
-def _compared(config: Config) -> str:
-    """Return a text by which settings are compared. Saving settings and reading them again does not change their text.
-
-    The settings themselves cannot be compared, because TOML has dates, times and NaN. If a date or time is saved as
-    JSON, it is read again as a string. NaN does not even equal itself.
-    """
-    return json.dumps(to_builtins(config), default=str, sort_keys=True)
+def _saved(system: System) -> dict[str, Any]:
+    """Return the file's content; empty if there is no file, or the file is damaged."""
+    try:
+        return parse_object(LAST_GOOD_CONFIG, system.read(LAST_GOOD_CONFIG))
+    except (OSError, DocumentError):
+        return {}
 
 
 def _settings(saved: dict[str, Any]) -> Config | None:
@@ -226,31 +216,6 @@ def _settings(saved: dict[str, Any]) -> Config | None:
     except (msgspec.ValidationError, UnicodeError):
         # JSON can have half a surrogate pair, for which msgspec raises UnicodeEncodeError.
         return None
-
-
-@contextlib.contextmanager
-def _only_writer(system: System) -> Iterator[None]:
-    """Keep other processes from writing the file. Raises OSError at once if another process is writing it now.
-
-    At the first boot after an upgrade, the service and every starting machine save the same document. All use the same
-    temporary file, so only one of them may write. The others do not wait, because no machine's start may wait for
-    another process.
-    """
-    system.make_directory(RUNTIME)
-    descriptor = system.open_lock(LAST_GOOD_LOCK)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _saved(system: System) -> dict[str, Any]:
-    """Return the file's content; empty if there is no file, or the file is damaged."""
-    try:
-        return parse_object(LAST_GOOD_CONFIG, system.read(LAST_GOOD_CONFIG))
-    except (OSError, DocumentError):
-        return {}
 
 
 def _same(saved: dict[str, Any], document: dict[str, Any]) -> bool:
@@ -283,7 +248,8 @@ def load_config(system: System, path: str = CONFIG_FILE, *, save: bool = False) 
     Raises ConfigError, which names the file and the key.
     """
     document, standard = read_document(system, path), path == CONFIG_FILE
-    if standard and (known := _known_settings(document.content, system)):
+    saved = _saved(system) if standard else {}
+    if saved.get("validated_by") == INSTALLATION and _same(saved, document.content) and (known := _settings(saved)):
         return known
     config = _validate(document)
     if standard and save:
@@ -306,7 +272,7 @@ def load_or_last_good(system: System) -> Loaded:
     except ConfigError as error:
         try:
             # Validate it again: other code may have saved it.
-            last_good = _validate(Document(_saved(system).get("document", {}), {}, LAST_GOOD_CONFIG))
+            last_good = _validate(Document(_saved(system).get("document", {}), [(LAST_GOOD_CONFIG, {})]))
         except ConfigError:
             raise error from None
         return Loaded(last_good, str(error), before=before)
@@ -314,84 +280,40 @@ def load_or_last_good(system: System) -> Loaded:
 
 def _validate(document: Document) -> Config:
     """Return the configuration in a document. Raises ConfigError, which names the file and the key."""
-    # Imported only here, because loading pydantic takes 80 ms and 13 MB.
-    from pydantic import ValidationError
-
     try:
         return Config.validated(document.content)
-    except ValidationError as error:
+    except ValueError as error:
+        # Not caught by its own name, because only a new document loads pydantic.
+        errors = cast("ValidationError", error).errors()
         # Raise NoMachinesError only if nothing else is wrong: another mistake, such as a misspelt [machines], may be
         # the reason why there is no table of machines.
-        no_machines = [(each["type"], each["loc"]) for each in error.errors()] == [("missing", MACHINES_KEY)]
-        raise (NoMachinesError if no_machines else ConfigError)(_error_lines(error, document)) from error
+        no_machines = [(each["type"], each["loc"]) for each in errors] == [("missing", MACHINES_KEY)]
+        raise (NoMachinesError if no_machines else ConfigError)(_error_lines(errors, document)) from error
 
 
-def _error_lines(error: "ValidationError", document: Document) -> str:
+def _error_lines(errors: Sequence["ErrorDetails"], document: Document) -> str:
     """Return pydantic's errors as `FILE: KEY: what is wrong`, one line per key."""
-    found: dict[tuple[str, ...], list[ErrorDetails]] = {}
-    for each in error.errors():
+    found: dict[Keys, list[ErrorDetails]] = {}
+    for each in errors:
         # pydantic adds the names of union members and "[key]" to the location. These are not keys in a file, so use
         # only the longest beginning of the location that is a key in a file.
         keys = tuple(str(part) for part in each["loc"])
-        named = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in document.origins), ())
+        named = next((keys[:length] for length in range(len(keys), 0, -1) if document.file_of(keys[:length])), ())
         if each["type"] == "missing" or (each["type"] == "extra_forbidden" and named != keys):
-            # The key is missing, or is an unknown one in a table that is in a list. Such keys are not in `origins`, so
-            # name the whole location.
+            # The key is missing, or is an unknown one in a table that is in a list. No file has such keys, so name the
+            # whole location.
             named = keys
         found.setdefault(named or keys, []).append(each)
-    return "\n".join(
-        f"{_file(keys, document)}: {'.'.join(keys)}: {_what_is_wrong(keys, errors)}" for keys, errors in found.items()
-    )
-
-
-def _file(keys: tuple[str, ...], document: Document) -> str:
-    """Return the file that a key, or the innermost table around it, is from."""
-    lengths = range(len(keys), 0, -1)
-    return next((file for each in lengths if (file := document.origins.get(keys[:each]))), document.file)
-
-
-def _what_is_wrong(keys: tuple[str, ...], errors: Sequence["ErrorDetails"]) -> str:
-    """Return what is wrong with a key. A key of which there are several types has an error for each."""
-    types, value = {each["type"] for each in errors}, errors[0]["input"]
-    first = errors[0]["type"]
-    if first == "missing" and errors[0]["loc"] == MACHINES_KEY:
-        return "is missing; add a table [machines.NAME] for each machine, or an empty table [machines] for none"
-    if first == "extra_forbidden":
-        return f"unknown key{_meant(keys, value)}"
-    if "string_type" in types and keys[-1] == "gpus":
-        return f"{GPUS_EXPECTED}{_as_count(value)}"
-    if {"string_type", "list_type"} <= types:
-        return "must be a string or a list of strings"
-    return MESSAGES.get(first) or errors[0]["msg"].removeprefix("Value error, ")
-
-
-def _meant(keys: tuple[str, ...], value: object) -> str:
-    """Return what an unknown key may have been meant for, to be added to the error; empty if that is not known."""
-    *tables, key = keys
-    if key == "count":
-        return f'; write gpus = "count=N"{_as_count(value)}'
-    known: type[Table] = Config
-    for name in tables:
-        hints = get_type_hints(known)
-        known = next(_tables(hints[name]), known) if name in hints else known
-    close = get_close_matches(key, (each.name for each in fields(known)), cutoff=0.7)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _tables(hint: object) -> Iterator[type[Table]]:
-    """Yield the tables that a type consists of."""
-    if isinstance(hint, type) and issubclass(hint, Table):
-        yield hint
-    for each in get_args(hint):
-        yield from _tables(each)
-
-
-def _as_count(value: object) -> str:
-    return f', such as "count={value}"' if type(value) is int and value > 0 else ""
+    lines = []
+    for keys, of_key in found.items():
+        # Name the file that the key, or the innermost table around it, is from.
+        files = (document.file_of(keys[:length]) for length in range(len(keys), 0, -1))
+        file = next(filter(None, files), document.files[-1][0])
+        lines.append(f"{file}: {'.'.join(keys)}: {_what_is_wrong(keys, of_key)}")
+    return "\n".join(lines)
 
 
 MESSAGES = {
-    "extra_forbidden": "unknown key",
     "missing": "is missing",
     "dict_type": "must be a table",
     "bool_type": "must be true or false",
@@ -401,4 +323,32 @@ MESSAGES = {
 }
 """What is wrong, by pydantic's type of error; for other types, pydantic's own message is used."""
 
-MACHINES_KEY = ("machines",)
+
+def _what_is_wrong(keys: Keys, errors: Sequence["ErrorDetails"]) -> str:
+    """Return what is wrong with a key. A key of which there are several types has an error for each."""
+    types, first, value = {each["type"] for each in errors}, errors[0]["type"], errors[0]["input"]
+    as_count = f', such as "count={value}"' if type(value) is int and value > 0 else ""
+    if first == "missing" and keys == MACHINES_KEY:
+        return "is missing; add a table [machines.NAME] for each machine, or an empty table [machines] for none"
+    if first == "extra_forbidden" and keys[-1] == "count":
+        return f'unknown key; write gpus = "count=N"{as_count}'
+    if first == "extra_forbidden":
+        known: type[Table] = Config
+        for name in keys[:-1]:
+            hints = get_type_hints(known)
+            known = next(_tables(hints[name]), known) if name in hints else known
+        close = get_close_matches(keys[-1], (each.name for each in fields(known)), cutoff=0.7)
+        return f"unknown key; did you mean {' or '.join(close)}?" if close else "unknown key"
+    if "string_type" in types and keys[-1] == "gpus":
+        return f"{GPUS_EXPECTED}{as_count}"
+    if {"string_type", "list_type"} <= types:
+        return "must be a string or a list of strings"
+    return MESSAGES.get(first) or errors[0]["msg"].removeprefix("Value error, ")
+
+
+def _tables(hint: object) -> Iterator[type[Table]]:
+    """Yield the tables that a type consists of."""
+    if isinstance(hint, type) and issubclass(hint, Table):
+        yield hint
+    for each in get_args(hint):
+        yield from _tables(each)
