@@ -1,4 +1,4 @@
-"""Observes the host. Each pass reads everything again."""
+"""Observes the host. Each pass reads everything again, except the unchanged lists of loader caches (Memory)."""
 
 import ipaddress
 import re
@@ -274,9 +274,17 @@ def _architecture(tags: str) -> str:
     return "i686" if not second or second.startswith(("hwcap: ", "OS ABI: ")) else ARCHITECTURES.get(second, "")
 
 
-def list_loader_cache(system: System, root: str = "/") -> Seen[Listing]:
-    """List the loader cache of the host, or of the system in the directory `root`, with paths relative to that root."""
-    where = "" if root == "/" else f"{root}: "
+Listings = dict[str, tuple[FileIdentity, Listing]]
+"""The last listings, by root, each with the identity that the cache file had then."""
+
+
+def list_loader_cache(system: System, root: str = "/", known: Listings | None = None) -> Seen[Listing]:
+    """List the loader cache of the host, or of the system in the directory `root`, with paths relative to that root.
+
+    `known` gets the listing. ldconfig runs only if the cache file has changed since: an idle pass starts no process.
+    """
+    where, known = "" if root == "/" else f"{root}: ", {} if known is None else known
+    last = known.pop(root, None)
     try:
         inner = system if root == "/" else system.below(root)
     except OSError as error:
@@ -286,17 +294,33 @@ def list_loader_cache(system: System, root: str = "/") -> Seen[Listing]:
         return Absent(f"{where}{LOADER_CACHE}: no such file; run ldconfig")
     if not isinstance(identity, FileIdentity):
         return identity
-    # /sbin may be missing from a service's PATH, and some systems have ldconfig elsewhere.
-    program = "ldconfig" if read_seen(system.exists, LDCONFIG) is False else LDCONFIG
-    # With `-C`, the host's ldconfig can read the cache of any glibc. `-r` does not work here, because ldconfig then
-    # calls chroot(2), which the service may not call.
-    try:
-        return parse_listing(system.run(program, "-p", *(("-C", inner.full_path(LOADER_CACHE)) if where else ())))
-    except CommandError as error:
-        return Unseen(str(error))
+    if last is None or last[0] != identity:
+        # /sbin may be missing from a service's PATH, and some systems have ldconfig elsewhere.
+        program = "ldconfig" if read_seen(system.exists, LDCONFIG) is False else LDCONFIG
+        # With `-C`, the host's ldconfig can read the cache of any glibc. `-r` does not work here, because ldconfig then
+        # calls chroot(2), which the service may not call.
+        try:
+            listing = parse_listing(
+                system.run(program, "-p", *(("-C", inner.full_path(LOADER_CACHE)) if where else ()))
+            )
+        except CommandError as error:
+            return Unseen(str(error))
+        if isinstance(listing, Broken):
+            return listing
+        last = identity, listing
+    known[root] = last
+    return last[1]
 
 
-def observe(config: Config, system: System, devices: DeviceSource, ages: Ages) -> Facts:
+class Memory(Struct, frozen=True):
+    """What a pass remembers of the passes before it."""
+
+    listings: Listings = field(default_factory=dict)
+    ages: Ages = field(default_factory=Ages)
+    """The ages of files."""
+
+
+def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:
     """Return the facts of one pass. In these facts, whatever could not be observed is Unseen.
 
     Raises AgentError if the record of detached, lost and failed GPUs cannot be read.
@@ -310,16 +334,9 @@ def observe(config: Config, system: System, devices: DeviceSource, ages: Ages) -
     parent_mount = mount_unit(HOST_NVIDIA)
     units = observe_units([*map(machine_unit, names), *services, parent_mount], system)
 
-    skipped = list[str]()
-
     def loader_cache(root: str) -> Seen[tuple[CacheEntry, ...]]:
-        listing = list_loader_cache(system, root)
-        if not isinstance(listing, Listing):
-            return listing
-        if listing.skipped:
-            of_root = "" if root == "/" else f" of {root}"
-            skipped.append(f"ldconfig -p{of_root}: skipped {listing.skipped} lines of unknown format")
-        return listing.entries
+        listing = list_loader_cache(system, root, memory.listings)
+        return listing.entries if isinstance(listing, Listing) else listing
 
     sources = Sources(
         system=system,
@@ -339,7 +356,7 @@ def observe(config: Config, system: System, devices: DeviceSource, ages: Ages) -
         unit, node = with_properties(name, units[machine_unit(name)], system), config.machines.get(name)
         try:
             is_node = node is not None and node.node is not None
-            machines.append(observe_machine(name, unit, system, ages, is_node=is_node))
+            machines.append(observe_machine(name, unit, system, memory.ages, is_node=is_node))
         except Exception as error:
             machines.append(unseen_machine(name, unit, fault("observe it", error)))
     template = observe_template(system)
@@ -350,7 +367,11 @@ def observe(config: Config, system: System, devices: DeviceSource, ages: Ages) -
     problems = (
         "" if isinstance(template, tuple) else template.why,
         discarded,
-        *skipped,
+        *(
+            f"ldconfig -p{'' if root == '/' else f' of {root}'}: skipped {listing.skipped} lines of unknown format"
+            for root, (_, listing) in memory.listings.items()
+            if listing.skipped
+        ),
         notes.problem,
         damage,
         *(each for name in names for each in ignored_settings(name, system)),

@@ -1,6 +1,5 @@
 """One whole pass over a host: Debian's real packages, eight synthetic GPUs."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from agent.host.observe.host import Memory, observe
 from agent.host.vendors import HOST_VENDORS
 from agent.model.facts import Absent, DeviceAllow, VendorFacts
 from agent.model.paths import OWNED, machine_unit
-from agent.system.trust import FRESH, FileCache
 from tests.fakes.host import HOSTS, Host
 
 CONFIG = Config.validated({"machines": {"node": {}}})
@@ -51,7 +49,7 @@ def test_a_whole_host(debian: Host) -> None:
 
 
 def test_a_second_pass_sees_the_same_and_reuses_only_the_loaders_listing(debian: Host) -> None:
-    memory = Memory(file_cache=FileCache(lambda: time.time() + FRESH + 1))
+    memory = Memory()
     first = observe(CONFIG, debian, debian, memory)
     debian.runner.calls.clear()
     assert observe(CONFIG, debian, debian, memory) == first
