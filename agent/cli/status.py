@@ -63,7 +63,7 @@ def status(options: argparse.Namespace, reconciler: Reconciler) -> int:
 
     facts, machines = reconciler.wait(look, options.wait or 0.0)
     report_problems(facts)
-    for sentence in faults_in_brief(reconciler.config, reconciler.system):
+    for sentence in faults_in_brief(facts, reconciler.config, reconciler.system):
         report(f"note: {sentence}")
     _print(options, reconciler, facts, machines)
     if os.geteuid() != 0 and any(c.reason == Reason.OBSERVATION_FAILED for each in machines for c in each.conditions):

@@ -52,12 +52,6 @@ from agent.system.files import System
 
 NO_MACHINES = "no machine is configured"
 """What commands and pages show instead of outcomes."""
-NO_METRICS = "no metrics: "
-"""Begins the service's line in `systemctl status` while it cannot serve its pages. The reason follows."""
-PASS_FAILED = "the last pass failed: "
-"""Begins the service's line if its last pass did not finish. The reason follows."""
-STEP_FAILED = "the last pass had a failure: "
-"""Begins the service's line if its last pass finished, but a step failed. The first failure follows."""
 NO_ANSWER = "it does not run, or has not answered the latest handoff yet"
 
 

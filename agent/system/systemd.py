@@ -90,11 +90,6 @@ def active_enter(path: str, system: System) -> int:
     return _property(path, "Unit", "ActiveEnterTimestampMonotonic", int, system)
 
 
-def status_text(path: str, system: System) -> str:
-    """Return the line that the service last set as its status (STATUS= in sd_notify(3))."""
-    return _property(path, "Service", "StatusText", str, system)
-
-
 def device_allow(path: str, system: System) -> tuple[DeviceAllow, ...]:
     """Return the unit's DeviceAllow entries in force, as systemd lists them: the last one in the unit's files first."""
     allowed = []

@@ -189,7 +189,6 @@ class ScriptedBus:
         stopped_at: int = 0,
         started_at: int = 0,
         device_allow: list[tuple[str, str]] | None = None,
-        status: str = "",
     ) -> None:
         """One unit, with the types that systemd's introspection data gives."""
         path = self.units.setdefault(name, f"{SYSTEMD_OBJECT}/unit/_{len(self.units)}")
@@ -201,7 +200,6 @@ class ScriptedBus:
             (path, unit, "InactiveEnterTimestampMonotonic"): ("t", stopped_at),
             (path, unit, "ActiveEnterTimestampMonotonic"): ("t", started_at),
             (path, service, "DeviceAllow"): ("a(ss)", device_allow or []),
-            (path, service, "StatusText"): ("s", status),
         }
 
     def version(self, text: str) -> None:

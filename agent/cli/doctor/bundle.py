@@ -34,6 +34,7 @@ from agent.model.paths import (
     CONDITIONS,
     CONFIG_FILE,
     REPORT_NAME,
+    SERVICE_STATE,
     STATE,
     granted_file,
     handoff_file,
@@ -255,6 +256,7 @@ LINES = "5000"
 
 FILES = (
     *("/etc/os-release", "/proc/version", "/proc/devices", "/proc/modules", "/proc/meminfo", CONFIG_FILE, CONDITIONS),
+    SERVICE_STATE,
 )
 CMDLINE, MOUNTS = "/proc/cmdline", "/proc/mounts"
 PARAMETERS = re.compile(

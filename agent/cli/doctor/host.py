@@ -1,7 +1,7 @@
 """Observes what diagnoses need, and diagnoses the host itself: faults that no condition shows."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import Struct
 
@@ -9,14 +9,13 @@ from agent.cli.doctor.machines import Diagnosis, Environment, diagnose
 from agent.config.settings import Config, MachineSettings
 from agent.host.observe.driver_roots import why_state_is_not_mounted
 from agent.host.observe.machine import TEMPLATE, observe_joined, observe_units
-from agent.host.reconcile import NO_METRICS, PASS_FAILED, STEP_FAILED, MachineOutcome
+from agent.host.reconcile import MachineOutcome
+from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.host.vendors import host_vendor
-from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
 from agent.model.handoff import DRA
-from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, STATE, mount_unit
+from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, SERVICE_STATE, STATE, mount_unit
 from agent.model.text import rfc3339
-from agent.system import systemd
 from agent.system.files import System
 from agent.system.trust import read_seen
 from agent.vendors.host_vendor import DriverForPods, Finding
@@ -25,11 +24,6 @@ SERVICE = "unbounded-agent.service"
 SOCKET = "unbounded-agent.socket"
 """While this unit is active, systemd listens for the service, perhaps on another address than the configured one."""
 START_SERVICE = "systemctl enable --now unbounded-agent"
-FAILED = {
-    PASS_FAILED: "the service runs, but cannot observe or change this host",
-    STEP_FAILED: "the service runs, but cannot make all of its changes",
-}
-"""Causes, by the text that precedes the reason in the service's line in `systemctl status`."""
 PLAIN_IMAGE = "agent-ubuntu2404"
 """The image in containerfiles/ for machines that have no GPUs, or whose GPUs need no programs of their vendor."""
 KERNEL_SETTINGS = {"vm/overcommit_memory": "1", "kernel/panic": "10", "kernel/panic_on_oops": "1"}
@@ -56,99 +50,81 @@ class HostDiagnosis(Struct, frozen=True):
     """Sentences on what was refused, discarded or not understood. These are not faults: they may be intended."""
 
 
+class Seeing(Struct, frozen=True):
+    """What a check of the host may look at."""
+
+    facts: Facts
+    config: Config
+    system: System
+    rejected: str = ""
+    """Why the configuration on disk is not the one in force; empty if it is."""
+    kubelets: bool = True
+    """Whether a machine may have a kubelet."""
+
+
 def diagnose_host(
     facts: Facts, config: Config, system: System, rejected: str = "", *, kubelets: bool = True
 ) -> HostDiagnosis:
-    """Return the host's findings, the drivers for pods, and the machine image that its GPUs need.
-
-    `rejected` says why the configuration on disk is not the one in force; empty if it is. `kubelets` is whether a
-    machine may have a kubelet.
-    """
-    settings = KERNEL_SETTINGS if kubelets else {}
-    findings = (
-        *_configuration(rejected),
-        *_template(facts),
-        *_service(config, system),
-        *_plain_roots(facts, system),
-        *_modules(facts, system),
-        *_gpu_faults(facts),
-        *_space(system),
-        *(each for name, wanted in settings.items() for each in _setting(system, name, wanted)),
-    )
+    """Return the host's findings, the drivers for pods, and the machine image that its GPUs need."""
+    seeing = Seeing(facts, config, system, rejected, kubelets)
+    findings = tuple(finding for check in CHECKS for finding in check(seeing))
     drivers = (host_vendor(each.vendor).driver_for_pods(each, system) for each in facts.vendors)
+    images = {host_vendor(each.vendor).image for each in facts.vendors if each.gpus} - {PLAIN_IMAGE}
     # If a problem is a finding already, do not list it as a remark too.
     reported = {each.evidence for each in findings}
     remarks = tuple(each for each in facts.all_problems() if each not in reported)
-    return HostDiagnosis(findings, tuple(filter(None, drivers)), _image(facts), remarks)
+    image = " and ".join(sorted(images)) or PLAIN_IMAGE
+    return HostDiagnosis(findings, tuple(filter(None, drivers)), image, remarks)
 
 
-def faults_in_brief(config: Config, system: System) -> list[str]:
+def faults_in_brief(facts: Facts, config: Config, system: System) -> list[str]:
     """Return a sentence for each fault that no condition shows although it ends the agent's work."""
-    found = (*_service(config, system), *_space(system))
+    found = (finding for check in (_service, _space) for finding in check(Seeing(facts, config, system)))
     return [f"{each.cause}: {each.evidence}: see `unbounded-agent doctor`" for each in found]
-
-
-def loaded_modules(system: System) -> frozenset[str]:
-    """Return the names of the kernel's loaded modules; none if they cannot be listed."""
-    names = read_seen(system.entries, MODULES)
-    return frozenset(names) if isinstance(names, tuple) else frozenset()
 
 
 def diagnose_machines(
     machines: Iterable[MachineOutcome], facts: Facts, config: Config, system: System, *, as_root: bool
 ) -> tuple[Diagnosis, ...]:
     """Return the findings of the machines. `as_root` is whether root reads their commands."""
-    vendors, modules = tuple(each for each in facts.vendors if each.gpus), loaded_modules(system)
-    diagnoses = []
-    for machine in machines:
-        settings = config.machines.get(machine.name) or MachineSettings()
-        environment = Environment(
-            vendors,
-            modules,
-            observe_joined(machine.name, system) or "NODE",
-            settings.allocation == DRA,
-            as_root,
-            bool(settings.node),
-        )
-        diagnoses.append(diagnose(machine, environment))
-    return tuple(diagnoses)
+    names = read_seen(system.entries, MODULES)
+    modules = frozenset(names if isinstance(names, tuple) else ())
+    vendors = tuple(each for each in facts.vendors if each.gpus)
+
+    def environment(name: str) -> Environment:
+        settings = config.machines.get(name) or MachineSettings()
+        node, offers = observe_joined(name, system) or "NODE", settings.allocation == DRA
+        return Environment(vendors, modules, node, offers, as_root, bool(settings.node))
+
+    return tuple(diagnose(machine, environment(machine.name)) for machine in machines)
 
 
-def _image(facts: Facts) -> str:
-    needed = {host_vendor(each.vendor).image for each in facts.vendors if each.gpus} - {PLAIN_IMAGE}
-    return " and ".join(sorted(needed)) or PLAIN_IMAGE
-
-
-def _configuration(rejected: str) -> Iterator[Finding]:
-    if rejected:
+def _configuration(seeing: Seeing) -> Iterator[Finding]:
+    if seeing.rejected:
         yield Finding(
             "the configuration is invalid; the service, machines that start, and this report use the last good one",
-            "; ".join(rejected.splitlines()),
+            "; ".join(seeing.rejected.splitlines()),
             ("correct it, then: unbounded-agent plan  # checks it", "systemctl reload unbounded-agent"),
         )
 
 
-def _template(facts: Facts) -> Iterator[Finding]:
-    template = facts.template_device_allow
+def _template(seeing: Seeing) -> Iterator[Finding]:
+    template = seeing.facts.template_device_allow
     if not isinstance(template, tuple):
         fix = "apt install systemd-container" if isinstance(template, Absent) else f"systemctl unmask {TEMPLATE}"
         yield Finding("no machine can start", template.why, (fix,))
 
 
-def _service(config: Config, system: System) -> Iterator[Finding]:
+def _service(seeing: Seeing) -> Iterator[Finding]:
     effect = "nothing follows changes on the host, and no metrics are served"
-    service = observe_units([SERVICE], system)[SERVICE]
+    service = observe_units([SERVICE], seeing.system)[SERVICE]
     log = f"journalctl -b -u {SERVICE} --no-pager -n 50"
     match service.state:
-        case "active":
-            line = _status_line(service.path, system)
-            yield from _failures(line)
-            yield from _metrics(config, line, system)
         case "activating" if service.restarts:
             yield Finding(effect, f"{SERVICE} has ended, and systemd will start it again", (log,))
-        case "activating" | "reloading":
+        case "active" | "activating" | "reloading":
             # The service counts as started only after the first pass that finishes. Until then, passes may fail.
-            yield from _failures(_status_line(service.path, system))
+            yield from _running_service(seeing, active=service.state == "active")
         case Unseen(why):
             yield Finding(f"whether {SERVICE} runs is unknown", why, (f"systemctl status {SERVICE}",))
         case Absent(why):
@@ -160,42 +136,25 @@ def _service(config: Config, system: System) -> Iterator[Finding]:
             yield Finding(effect, f"{SERVICE} is {state}", (START_SERVICE, log))
 
 
-def _status_line(service: str, system: System) -> str:
-    """Return the service's own line in `systemctl status`; empty if it cannot be read.
-
-    `service` is the path of its object on the bus.
-    """
-    try:
-        return systemd.status_text(service, system)
-    except BusError:
-        return ""
-
-
-def _failures(status: str) -> Iterator[Finding]:
-    """Yield a finding if the service's last pass failed, or a step of it. `status` is the service's status line."""
-    for beginning, cause in FAILED.items():
-        _, found, why = status.partition(beginning)
-        if found:
-            yield Finding(
-                cause, why, ("journalctl -u unbounded-agent -p warning --since -1h --no-pager", "unbounded-agent apply")
-            )
-
-
-def _metrics(config: Config, status: str, system: System) -> Iterator[Finding]:
-    """Yield a finding if the service serves no metrics. `status` is the service's own line."""
-    port = int(config.metrics.address.rpartition(":")[2])
-    if status.startswith(NO_METRICS):
-        # Do not look for a socket that listens on the port: it may be another process's.
-        evidence = status.removeprefix(NO_METRICS)
-    elif _listens(port, system) is False and observe_units([SOCKET], system)[SOCKET].state != "active":
-        evidence = f"no socket listens on port {port} (metrics.address = {config.metrics.address!a})"
-    else:
-        return
-    yield Finding(
-        "the service runs, but serves no metrics",
-        evidence,
-        ("journalctl -u unbounded-agent --no-pager | grep -i 'cannot serve'", "systemctl restart unbounded-agent"),
-    )
+def _running_service(seeing: Seeing, *, active: bool) -> Iterator[Finding]:
+    recorded, system = SERVICE_STATES.read_seen(SERVICE_STATE, seeing.system), seeing.system
+    state = recorded if isinstance(recorded, ServiceState) else ServiceState()
+    steps = ("journalctl -u unbounded-agent -p warning --since -1h --no-pager", "unbounded-agent apply")
+    if state.unfinished:
+        yield Finding("the service runs, but cannot observe or change this host", state.unfinished, steps)
+    if state.failed:
+        yield Finding("the service runs, but cannot make all of its changes", state.failed, steps)
+    address = seeing.config.metrics.address
+    port, unserved = int(address.rpartition(":")[2]), state.unserved
+    # If the service has said why, do not look for a socket that listens on the port: it may be another process's.
+    if not unserved and _listens(port, system) is False and observe_units([SOCKET], system)[SOCKET].state != "active":
+        unserved = f"no socket listens on port {port} (metrics.address = {address!a})"
+    if active and unserved:
+        yield Finding(
+            "the service runs, but serves no metrics",
+            unserved,
+            ("journalctl -u unbounded-agent --no-pager | grep -i 'cannot serve'", "systemctl restart unbounded-agent"),
+        )
 
 
 def _listens(port: int, system: System) -> Seen[bool]:
@@ -213,40 +172,38 @@ def _listens(port: int, system: System) -> Seen[bool]:
     return listens
 
 
-def _plain_roots(facts: Facts, system: System) -> Iterator[Finding]:
-    if not facts.plain_roots:
-        return
+def _plain_roots(seeing: Seeing) -> Iterator[Finding]:
+    roots = seeing.facts.plain_roots
     cause = "driver roots are plain directories, so root in one machine can change them for all others"
-    if linked := why_state_is_not_mounted(system):
+    if roots and (linked := why_state_is_not_mounted(seeing.system)):
         yield Finding(cause, linked, ("do this while no machine is running",))
-        return
-    yield Finding(
-        cause,
-        f"driver roots {', '.join(map(str, facts.plain_roots))} are not mounts",
-        (
-            f"modprobe overlay && systemctl reset-failed '{mount_unit(HOST_NVIDIA)}'",
-            "stop all machines, then: unbounded-agent apply  # starts them again",
-        ),
-    )
+    elif roots:
+        yield Finding(
+            cause,
+            f"driver roots {', '.join(map(str, roots))} are not mounts",
+            (
+                f"modprobe overlay && systemctl reset-failed '{mount_unit(HOST_NVIDIA)}'",
+                "stop all machines, then: unbounded-agent apply  # starts them again",
+            ),
+        )
 
 
-def _modules(facts: Facts, system: System) -> Iterator[Finding]:
+def _modules(seeing: Seeing) -> Iterator[Finding]:
     """Yield a finding for each vendor whose GPUs have no driver, because the running kernel has no module for them.
 
     Usually, the module was not built when the kernel was upgraded.
     """
-    release = read_seen(system.read_text, RELEASE)
-    if not isinstance(release, str):
-        return
-    kernel = release.strip()
-    lists = [read_seen(system.read_text, f"/lib/modules/{kernel}/modules.{each}") for each in ("dep", "builtin")]
-    if not all(isinstance(each, str) for each in lists):
+    read = seeing.system.read_text
+    release = read_seen(read, RELEASE)
+    kernel = release.strip() if isinstance(release, str) else None
+    lists = [read_seen(read, f"/lib/modules/{kernel}/modules.{each}") for each in ("dep", "builtin")]
+    if kernel is None or not all(isinstance(each, str) for each in lists):
         return
     # On Debian, the file of NVIDIA's module is nvidia-current.ko.
     available = {
         re.split(r"\.ko|-current\.ko", each)[0] for each in re.findall(r"[^/\s:]+\.ko", "\n".join(map(str, lists)))
     }
-    for vendor in facts.vendors:
+    for vendor in seeing.facts.vendors:
         drivers = host_vendor(vendor.vendor).drivers
         unbound = [gpu.pci_address for gpu in vendor.gpus if not gpu.driver and gpu.override in ("", *drivers)]
         if vendor.driver_expected and unbound and drivers and not available & set(drivers):
@@ -257,13 +214,13 @@ def _modules(facts: Facts, system: System) -> Iterator[Finding]:
             )
 
 
-def _gpu_faults(facts: Facts) -> Iterator[Finding]:
+def _gpu_faults(seeing: Seeing) -> Iterator[Finding]:
     """Yield a finding for each GPU with a fatal error in the kernel log.
 
     GPUs that stopped answering are left out, because DevicesPresent reports them.
     """
-    lost = {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.why_lost}
-    for address, fault in sorted(facts.gpus.faults.items()):
+    lost = {gpu.pci_address for vendor in seeing.facts.vendors for gpu in vendor.gpus if gpu.why_lost}
+    for address, fault in sorted(seeing.facts.gpus.faults.items()):
         if address not in lost:
             yield Finding(
                 f"GPU {address} has had a fatal error ({fault.reason}): pods cannot rely on it",
@@ -276,10 +233,10 @@ def _gpu_faults(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _space(system: System) -> Iterator[Finding]:
+def _space(seeing: Seeing) -> Iterator[Finding]:
     for path, wanted in SPACE.items():
         try:
-            free = system.free_bytes(path)
+            free = seeing.system.free_bytes(path)
         except OSError:
             # The path is missing or cannot be read. Passes report that.
             continue
@@ -292,14 +249,21 @@ def _space(system: System) -> Iterator[Finding]:
             )
 
 
-def _setting(system: System, name: str, wanted: str) -> Iterator[Finding]:
-    path, key = f"/proc/sys/{name}", name.replace("/", ".")
-    value = read_seen(system.read_text, path)
-    if not isinstance(value, str):
-        yield Finding(f"whether kubelets can start is unknown: cannot read {path}", value.why)
-    elif value.strip() != wanted:
-        yield Finding(
-            f"{key} is {value.strip()}, but kubelets in machines start only if it is {wanted}",
-            f"{path} contains {value.strip()}",
-            (f"echo '{key} = {wanted}' >> /etc/sysctl.d/90-kubelet.conf && sysctl --system",),
-        )
+def _kernel_settings(seeing: Seeing) -> Iterator[Finding]:
+    for name, wanted in KERNEL_SETTINGS.items() if seeing.kubelets else ():
+        path, key = f"/proc/sys/{name}", name.replace("/", ".")
+        value = read_seen(seeing.system.read_text, path)
+        if not isinstance(value, str):
+            yield Finding(f"whether kubelets can start is unknown: cannot read {path}", value.why)
+        elif value.strip() != wanted:
+            yield Finding(
+                f"{key} is {value.strip()}, but kubelets in machines start only if it is {wanted}",
+                f"{path} contains {value.strip()}",
+                (f"echo '{key} = {wanted}' >> /etc/sysctl.d/90-kubelet.conf && sysctl --system",),
+            )
+
+
+CHECKS: tuple[Callable[[Seeing], Iterator[Finding]], ...] = (
+    *(_configuration, _template, _service, _plain_roots, _modules, _gpu_faults, _space, _kernel_settings),
+)
+"""The checks of the host, in the order in which their findings are listed."""

@@ -1,7 +1,7 @@
 """Diagnoses machines from their conditions: symptoms, and the commands that fix each fault. Pure."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 
 from msgspec import Struct
 
@@ -241,7 +241,6 @@ BY_CONDITION: Mapping[ConditionType | None, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """The commands by condition and reason. None stands for every condition that has no entry of its own for the reason."""
-REMEDIES = {(kind, reason): fix for kind, rows in BY_CONDITION.items() for reason, fix in rows.items()}
 
 OFFERED: Mapping[str, tuple[str, ...]] = {
     Reason.NOT_REGISTERED: (*DRA_LOG, KUBELET_LOG),
@@ -272,7 +271,7 @@ def remedy(kind: ConditionType, reason: str, *, offers_gpus: bool = False) -> tu
     """
     if offers_gpus and kind is ConditionType.GPUS_ADVERTISED and reason in OFFERED:
         return OFFERED[reason]
-    return REMEDIES.get((kind, reason)) or REMEDIES.get((None, reason)) or ()
+    return BY_CONDITION.get(kind, {}).get(reason) or BY_CONDITION[None].get(reason) or ()
 
 
 NOTABLE = {
@@ -280,6 +279,12 @@ NOTABLE = {
     *(Reason.LAST_GOOD_SETTINGS, Reason.NODE_FILES_CHANGED, Reason.GPU_DETACHED, Reason.DRIVER_HIDDEN),
 }
 """Reasons of True conditions that still call for an action. They are listed, but are not faults."""
+REPLACED: Set[str] = {
+    *(ConditionType.DRIVER_LOADED, ConditionType.LIBRARIES_PRESENT, ConditionType.DRIVER_ROOT_STAGED),
+    Reason.GPU_FAILED,
+}
+"""Conditions about drivers, and a reason, for which a vendor's own commands replace the general ones. For others, the
+vendor's commands come first, and the general ones follow."""
 
 
 class MachineFinding(Struct, frozen=True, rename={"symptoms": "looksLike", "prevents_ready": "preventsReady"}):
@@ -334,11 +339,16 @@ def diagnose(machine: MachineOutcome, environment: Environment = NO_ENVIRONMENT)
     notable = (
         each for each in machine.conditions if each.status is Status.TRUE and (each.reason in NOTABLE or _remarks(each))
     )
-    groups = [*causes(machine.conditions), *((each,) for each in notable)]
-    order = list(ConditionType)
-    groups.sort(key=lambda group: order.index(group[0].type))
-    findings = tuple(_finding(group, machine, environment) for group in groups)
-    return Diagnosis(machine.name, machine.ready, findings)
+    groups, order = [*causes(machine.conditions), *((each,) for each in notable)], list(ConditionType)
+    findings = []
+    for group in sorted(groups, key=lambda group: order.index(group[0].type)):
+        first, kinds = group[0], tuple(each.type for each in group)
+        # An Unknown condition has no known symptoms.
+        symptoms = _symptoms(kinds, first.reason, environment) if first.status is Status.FALSE else ""
+        prevents = first.status is not Status.TRUE and prevents_ready(group)
+        fix = _fix(first, machine, environment)
+        findings.append(MachineFinding(kinds, first.status, first.reason, first.message, symptoms, fix, prevents))
+    return Diagnosis(machine.name, machine.ready, tuple(findings))
 
 
 def _remarks(condition: Condition) -> list[str]:
@@ -349,20 +359,6 @@ def _remarks(condition: Condition) -> list[str]:
     return [command for word, command in REMARKS.items() if word in condition.message]
 
 
-def _finding(group: Sequence[Condition], machine: MachineOutcome, environment: Environment) -> MachineFinding:
-    first, kinds = group[0], tuple(each.type for each in group)
-    return MachineFinding(
-        kinds,
-        first.status,
-        first.reason,
-        first.message,
-        # An Unknown condition has no known symptoms.
-        _symptoms(kinds, first.reason, environment) if first.status is Status.FALSE else "",
-        _fix(first, machine, environment),
-        first.status is not Status.TRUE and prevents_ready(group),
-    )
-
-
 def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Environment) -> str:
     """Return the symptoms that the vendors of the host's GPUs list for these conditions.
 
@@ -370,50 +366,33 @@ def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Environm
     the ones that it lists for all other reasons. If the host has no GPUs, take the symptoms of all vendors.
     """
     vendors = [host_vendor(each.vendor) for each in environment.vendors] or HOST_VENDORS
-    reported = [
-        text
-        for kind in kinds
-        for vendor in vendors
-        if (text := vendor.symptoms.get((kind, reason)) or vendor.symptoms.get((kind, "")))
-    ]
-    return "; ".join(dict.fromkeys(reported))
+    listed = (each.symptoms.get((kind, reason)) or each.symptoms.get((kind, "")) for kind in kinds for each in vendors)
+    return "; ".join(dict.fromkeys(filter(None, listed)))
 
 
 def _fix(condition: Condition, machine: MachineOutcome, environment: Environment) -> tuple[str, ...]:
+    """Return the commands, or sentences, that fix what the condition shows."""
     kind, reason = condition.type, condition.reason
     vendors = [each for each in environment.vendors if _names_node(condition, each)] or environment.vendors
     special = [host_vendor(each.vendor).remedies(kind, reason, each, environment.modules) for each in vendors]
     # General commands are still needed if one of the vendors has none of its own.
     replaced = special and all(special) and (kind in REPLACED or reason in REPLACED)
     general = () if replaced else remedy(kind, reason, offers_gpus=environment.offers_gpus)
-    fix = dict.fromkeys((*(line for lines in special for line in lines), *general, *_remarks(condition)))
+    fix = [*(line for lines in special for line in lines), *general, *_remarks(condition)]
     for end, other in () if environment.made_by_up else BY_HAND:
-        fix = dict.fromkeys(each.replace(end, other) for each in fix)
-    gpus = _gpus(condition, machine, environment)
+        fix = [each.replace(end, other) for each in fix]
+    # The GPUs that the condition is about. The machine may have reported any text, so only known ones count.
+    gpus = [gpu for vendor in environment.vendors for gpu in vendor.gpus]
+    addresses = [gpu.pci_address for gpu in gpus if gpu.pci_address in condition.gpus]
+    if reason in (Reason.GPU_LOST, Reason.GPU_DETACHED):
+        detached = [gpu.pci_address for gpu in gpus if gpu.detached]
+        addresses = [*machine.lost] if reason == Reason.GPU_LOST else detached
     return tuple(
         line.replace("{machine}", machine.name).replace("{node}", environment.node)
-        for each in fix
+        for each in dict.fromkeys(fix)
         if each != AS_ROOT or not environment.as_root
-        for line in _for_each(each, gpus)
+        for line in ([each.replace(ADDRESS, gpu) for gpu in addresses] if ADDRESS in each and addresses else [each])
     )
-
-
-def _gpus(condition: Condition, machine: MachineOutcome, environment: Environment) -> Sequence[str]:
-    """Return the PCI addresses of the GPUs that a condition is about; none if they are not known."""
-    known = [gpu for vendor in environment.vendors for gpu in vendor.gpus]
-    match condition.reason:
-        case Reason.GPU_LOST:
-            return machine.lost
-        case Reason.GPU_DETACHED:
-            return [gpu.pci_address for gpu in known if gpu.detached]
-        case _:
-            # The machine may have reported any text.
-            return [gpu.pci_address for gpu in known if gpu.pci_address in condition.gpus]
-
-
-def _for_each(command: str, gpus: Sequence[str]) -> Sequence[str]:
-    """Return the command for each of the GPUs, if it has a placeholder for one and they are known."""
-    return [command.replace(ADDRESS, gpu) for gpu in gpus] if ADDRESS in command and gpus else [command]
 
 
 def _names_node(condition: Condition, vendor: VendorFacts) -> bool:
@@ -422,11 +401,3 @@ def _names_node(condition: Condition, vendor: VendorFacts) -> bool:
     return isinstance(vendor.devices, tuple) and any(
         re.search(rf"{re.escape(node.path)}(?!\w)", condition.message) for node in vendor.devices
     )
-
-
-REPLACED: Set[str] = {
-    *(ConditionType.DRIVER_LOADED, ConditionType.LIBRARIES_PRESENT, ConditionType.DRIVER_ROOT_STAGED),
-    Reason.GPU_FAILED,
-}
-"""Conditions about drivers, and a reason, for which a vendor's own commands replace the general ones. For others, the
-vendor's commands come first, and the general ones follow."""

@@ -1,6 +1,6 @@
 """Renders diagnoses for people and for programs. Pure."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from msgspec import Struct, to_builtins
 
@@ -11,7 +11,7 @@ from agent.cli.printing import WIDTH
 from agent.host.reconcile import NO_MACHINES
 from agent.model.conditions import Reason, Status
 from agent.model.text import printable
-from agent.vendors.host_vendor import DriverForPods, Finding
+from agent.vendors.host_vendor import Finding
 
 STATES = {Status.TRUE: "ready", Status.FALSE: "not ready"}
 
@@ -53,8 +53,7 @@ def in_words(report: Report, width: int = WIDTH) -> Iterator[str]:
         if diagnosis.ready.status is Status.TRUE and diagnosis.ready.reason != Reason.ALL_CONDITIONS_TRUE:
             # A machine without a GPU may be Ready even if it does not run. In that case, only the message says so.
             yield from paragraph("    ", diagnosis.ready.message, width)
-        for finding in diagnosis.findings:
-            yield from _machine_finding(finding, width)
+        yield from _findings(diagnosis.findings, width)
     if cluster is not None:
         yield "cluster:" if cluster.findings or cluster.unknown else "cluster: no fault found"
         yield from _findings(cluster.findings, width)
@@ -63,53 +62,42 @@ def in_words(report: Report, width: int = WIDTH) -> Iterator[str]:
     for each in host.remarks:
         yield from paragraph("note: ", each, width)
     for driver in host.drivers:
-        yield f"driver for pods: {_driver(driver)}"
+        interfaces = "".join(f", {name} {version}" for name, version in driver.interfaces.items())
+        unknown = f"; API version unknown: {driver.unknown}" if driver.unknown else ""
+        yield f"driver for pods: {driver.vendor} {driver.version}{interfaces}{unknown}"
     yield f"image for machines of this host: containerfiles/{host.image}"
 
 
-def _findings(findings: Iterable[Finding], width: int) -> Iterator[str]:
+def _findings(findings: Iterable[Finding | MachineFinding], width: int) -> Iterator[str]:
     for each in findings:
-        yield from paragraph("  - ", each.cause, width)
-        if each.evidence:
-            yield from paragraph("    evidence: ", each.evidence, width)
-        yield from _fix(each.fix)
-
-
-def _machine_finding(finding: MachineFinding, width: int) -> Iterator[str]:
-    aside = "" if finding.prevents_ready or finding.status is Status.TRUE else " (not needed for Ready)"
-    yield from paragraph("  - ", f"{', '.join(finding.conditions)}: {finding.status}, {finding.reason}{aside}", width)
-    yield from paragraph("    evidence: ", finding.message, width)
-    if finding.symptoms:
-        yield from paragraph("    symptoms: ", finding.symptoms, width)
-    yield from _fix(finding.fix)
-
-
-def _fix(commands: Sequence[str]) -> Iterator[str]:
-    """Yield each command on a line of its own, however long it is, so that users can copy it."""
-    for heading, command in zip(("    fix:      ", *[" " * 14] * len(commands)), commands, strict=False):
-        yield f"{heading}{printable(command)}"
-
-
-def _driver(driver: DriverForPods) -> str:
-    interfaces = "".join(f", {name} {version}" for name, version in driver.interfaces.items())
-    unknown = f"; API version unknown: {driver.unknown}" if driver.unknown else ""
-    return f"{driver.vendor} {driver.version}{interfaces}{unknown}"
+        if isinstance(each, MachineFinding):
+            aside = "" if each.prevents_ready or each.status is Status.TRUE else " (not needed for Ready)"
+            cause = f"{', '.join(each.conditions)}: {each.status}, {each.reason}{aside}"
+            evidence, symptoms = each.message, each.symptoms
+        else:
+            cause, evidence, symptoms = each.cause, each.evidence, ""
+        yield from paragraph("  - ", cause, width)
+        for heading, text in (("evidence", evidence), ("symptoms", symptoms)):
+            yield from paragraph(f"    {heading}: ", text, width) if text else ()
+        # Each command is on a line of its own, however long it is, so that users can copy it.
+        for index, command in enumerate(each.fix):
+            yield f"{' ' * 14 if index else '    fix:      '}{printable(command)}"
 
 
 def as_object(report: Report) -> dict[str, object]:
     """Return the report for programs (docs/json.md)."""
     return {
         "sound": report.sound,
-        "host": [to_builtins(each) for each in report.host.findings],
+        "host": to_builtins(report.host.findings),
         "notes": report.host.remarks,
-        "drivers": [to_builtins(each) for each in report.host.drivers],
+        "drivers": to_builtins(report.host.drivers),
         "image": report.host.image,
         "machines": {
             each.machine: {
                 "ready": each.ready.status,
                 "reason": each.ready.reason,
                 "message": each.ready.message,
-                "findings": [to_builtins(finding) for finding in each.findings],
+                "findings": to_builtins(each.findings),
             }
             for each in report.machines
         },

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from agent.host.daemon.server import VERBOSE, Page
 from agent.host.daemon.wakeups import Tally
-from agent.host.reconcile import NO_MACHINES, STEP_FAILED, MachineOutcome, Outcome
+from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.text import one_line
 
@@ -22,10 +22,13 @@ FAILURE_LIMIT = 300
 def status_line(machines: Iterable[MachineOutcome], failures: Sequence[str] = ()) -> str:
     """Return one line with the last pass's first failure, if any, and with each machine in a few words."""
     line = "; ".join(f"{machine.name}: {_in_words(machine)}" for machine in machines) or NO_MACHINES
-    if not failures:
-        return line
+    return f"the last pass had a failure: {in_brief(failures)}; {line}" if failures else line
+
+
+def in_brief(failures: Sequence[str]) -> str:
+    """Return the first failure, and how many more there are; empty if there is none."""
     more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-    return f"{STEP_FAILED}{failures[0][:FAILURE_LIMIT]}{more}; {line}"
+    return f"{failures[0][:FAILURE_LIMIT]}{more}" if failures else ""
 
 
 def _in_words(machine: MachineOutcome) -> str:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import FrameType
 from typing import Protocol, TextIO
 
@@ -26,13 +27,14 @@ from agent.host.daemon.metrics import Metrics, unseen
 from agent.host.daemon.pages import publish
 from agent.host.daemon.server import Endpoint, Server, listen_locally
 from agent.host.daemon.wakeups import REPORTS, Wakeups, host_sources
-from agent.host.reconcile import NO_METRICS, PASS_FAILED, MachineOutcome, Outcome
+from agent.host.reconcile import MachineOutcome, Outcome
 from agent.host.state.locks import locked
+from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import Condition, ConditionType
 from agent.model.errors import AgentError, ConfigChangedError, ConfigError
 from agent.model.goal import fault, in_words
-from agent.model.paths import INSTANCE_LOCK, RUNTIME, STATUSZ_SOCKET
+from agent.model.paths import INSTANCE_LOCK, RUNTIME, SERVICE_STATE, STATUSZ_SOCKET
 from agent.model.text import one_line, rfc3339
 from agent.system.deadlines import stuck
 from agent.system.files import System
@@ -75,8 +77,8 @@ class EventLog:
     def unfinished(self, error: Exception) -> str:
         """Log why a pass did not finish, with the traceback if the error is unexpected. Return the reason."""
         expected = isinstance(error, AgentError | OSError)
-        why = f"{PASS_FAILED}{error if expected else in_words(error)}"
-        self.failures((why,), None if expected else error)
+        why = str(error) if expected else in_words(error)
+        self.failures((f"the last pass failed: {why}",), None if expected else error)
         return why
 
     def failures(self, failures: tuple[str, ...], cause: Exception | None = None) -> None:
@@ -323,8 +325,11 @@ class Daemon:
         wakeups: Wakeups,
         local: Server,
         fix: Fix = lambda *_: {},
+        record: Callable[[ServiceState], None] = lambda _: None,
     ) -> None:
-        self._fix = fix
+        self._fix, self._record = fix, record
+        self._state: ServiceState | None = None
+        """What was recorded last."""
         self._load, self._make, self._notifier, self._timing = load, make, notifier, timing
         self._wakeups = wakeups
         self._watchdog = watchdog_interval(os.environ)
@@ -349,6 +354,7 @@ class Daemon:
         self._progress_reported = 0.0
         self._pending_since: float | None = None
         self._publish()
+        self._record_state(ServiceState())
 
     def loop(self, signals: Signals) -> None:
         """Run until SIGTERM or SIGINT."""
@@ -400,7 +406,7 @@ class Daemon:
     def work(self, trigger: str, signals: Signals) -> None:
         """Make one pass and report it."""
         self._notifier.send("WATCHDOG=1")
-        started, actions = time.monotonic(), tuple[str, ...]()
+        started, actions, unfinished = time.monotonic(), tuple[str, ...](), ""
         # Read the kernel log first, so that the pass sees which GPUs the log reports as lost.
         with self._event_log.guarded("follow GPU errors"):
             self._gpu_errors.read()
@@ -422,7 +428,8 @@ class Daemon:
         except Exception as error:
             # The loop continues after any error, because a restarted service would meet the same error.
             self._metrics.failed(time.monotonic() - started)
-            self._why_stale = self._event_log.unfinished(error)
+            unfinished = self._event_log.unfinished(error)
+            self._why_stale = f"the last pass failed: {unfinished}"
         failures, seconds = self._event_log.last_failures, round(time.monotonic() - started, 3)
         self._passes.append(Pass(rfc3339(time.time()), trigger, seconds, actions, failures))
         self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
@@ -432,7 +439,9 @@ class Daemon:
             self._publish()
         status = self._why_stale or health.status_line(self._machines(), failures)
         unserved = self._endpoint.error
-        self._notifier.status(f"{NO_METRICS}{unserved}; {status}" if unserved else status)
+        self._notifier.status(f"no metrics: {unserved}; {status}" if unserved else status)
+        failed = "" if unfinished else health.in_brief(failures)
+        self._record_state(ServiceState(unserved, unfinished, failed))
         self._notifier.send("WATCHDOG=1")
 
     def next_pass(self) -> tuple[str, float]:
@@ -498,6 +507,13 @@ class Daemon:
         )
         publish(view, self._endpoint, self._local, self._metrics, self._timing.evidence, self._event_log.guarded)
 
+    def _record_state(self, state: ServiceState) -> None:
+        """Record what `doctor` reads of the service, if that has changed."""
+        if state != self._state:
+            with self._event_log.guarded(f"write {SERVICE_STATE}"):
+                self._record(state)
+                self._state = state
+
     def _fixes(self) -> Fixes:
         if self._outcome:
             with self._event_log.guarded("name the commands that fix faults"):
@@ -525,7 +541,8 @@ def run(
         gpu_errors = GpuErrors(system)
         wakeups = Wakeups((*host_sources(system, HOST_VENDORS, lambda: daemon.config.driver), gpu_errors))
         local = Server(listen_locally(system.full_path(RUNTIME), STATUSZ_SOCKET))
-        daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local, fix)
+        record = partial(SERVICE_STATES.write, SERVICE_STATE, system=system)
+        daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local, fix, record)
         signals = Signals(notifier, timing.grace)
         try:
             daemon.loop(signals)

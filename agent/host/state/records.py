@@ -132,6 +132,20 @@ def first_intact(copies: Sequence[Seen[T]]) -> Seen[T]:
     return next(iter((*intact, *faulty)), copies[0])
 
 
+class ServiceState(Struct, frozen=True):
+    """What keeps the service from its work. An empty text stands for nothing."""
+
+    unserved: str = ""
+    """Why it serves no metrics."""
+    unfinished: str = ""
+    """Why its last pass did not finish."""
+    failed: str = ""
+    """What failed in its last pass, if that finished."""
+
+
+SERVICE_STATES = Record(ServiceState)
+
+
 # Keeps the last evaluated conditions in /run, so that every command can show when each one last changed.
 #
 # All times are by the wall clock. If the clock was set after the times were written, they are corrected when they are

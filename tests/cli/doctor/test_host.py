@@ -9,11 +9,10 @@ from msgspec.structs import replace
 from agent.cli.doctor.bundle import examine
 from agent.cli.doctor.host import SERVICE, SOCKET, diagnose_host
 from agent.config.settings import Config
-from agent.host.daemon.health import status_line
-from agent.host.daemon.loop import EventLog
 from agent.host.reconcile import Reconciler
+from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.model.facts import GpuFault, PciDevice
-from agent.model.paths import STATE
+from agent.model.paths import SERVICE_STATE, STATE
 from agent.vendors.host_vendor import Finding
 from tests.fakes.command import command
 from tests.fakes.gpu_host import MACHINE, reconciler
@@ -64,26 +63,34 @@ def test_a_service_that_serves_no_metrics(sound: Host, sockets: str) -> None:
 def test_another_process_that_answers_prometheus_is_found(sound: Host) -> None:
     """A socket listens on the port, but it is not the service's."""
     why = "configuration key metrics.address: cannot listen on 127.0.0.1:9788: Address already in use"
-    sound.bus.unit(SERVICE, status=f"no metrics: {why}; {MACHINE}: Ready")
+    SERVICE_STATES.write(SERVICE_STATE, ServiceState(unserved=why), sound)
     (finding,) = found(sound)
     assert finding.cause == "the service runs, but serves no metrics"
-    assert finding.evidence.startswith(why)
+    assert finding.evidence == why
 
 
 @pytest.mark.parametrize("state", ["active", "activating", "reloading"])
-@pytest.mark.parametrize("before", ["", "no metrics: the port is taken; "])
-def test_a_service_whose_passes_fail(sound: Host, state: str, before: str) -> None:
+@pytest.mark.parametrize("unserved", ["", "the port is taken"])
+def test_a_service_whose_passes_fail(sound: Host, state: str, unserved: str) -> None:
     """With /etc read-only, `doctor` found no fault of the host."""
-    line = status_line((), ("cannot write /etc/systemd/nspawn/a.nspawn: Read-only file system", "another"))
-    sound.bus.unit(SERVICE, state, status=f"{before}{line}")
+    sound.bus.unit(SERVICE, state)
+    failed = ServiceState(unserved, failed="cannot write /etc/systemd/nspawn/a.nspawn: Read-only file system")
+    SERVICE_STATES.write(SERVICE_STATE, failed, sound)
     finding = found(sound)[0]
     assert finding.cause == "the service runs, but cannot make all of its changes"
-    assert finding.evidence.startswith("cannot write /etc/systemd/nspawn/a.nspawn: Read-only file system (and 1 more)")
+    assert finding.evidence == failed.failed
     assert finding.fix[0] == "journalctl -u unbounded-agent -p warning --since -1h --no-pager"
-    sound.bus.unit(SERVICE, state, status=f"{before}{EventLog().unfinished(OSError(28, 'no space'))}")
+    SERVICE_STATES.write(SERVICE_STATE, ServiceState(unserved, unfinished="no space"), sound)
     finding = found(sound)[0]
     assert finding.cause == "the service runs, but cannot observe or change this host"
-    assert "no space" in finding.evidence
+    assert finding.evidence == "no space"
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"unserved": 1}'])
+def test_a_damaged_record_of_the_service_is_no_fault(sound: Host, content: bytes) -> None:
+    """The service writes it again when its state changes."""
+    sound.write(SERVICE_STATE, content)
+    assert found(sound) == ()
 
 
 def test_systemd_may_listen_elsewhere(sound: Host) -> None:

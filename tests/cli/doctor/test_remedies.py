@@ -10,8 +10,8 @@ from agent.cli.doctor.bundle import examine
 from agent.cli.doctor.host import SERVICE, diagnose_machines
 from agent.cli.doctor.machines import (
     AS_ROOT,
+    BY_CONDITION,
     KERNEL_LOG,
-    REMEDIES,
     START,
     Environment,
     diagnose,
@@ -33,6 +33,8 @@ from tests.fakes.host import Host, ScriptedRunner
 from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.node_host import node_host, node_reconciler
 from tests.fakes.reconciler import conditions
+
+REMEDIES = {(kind, reason): fix for kind, rows in BY_CONDITION.items() for reason, fix in rows.items()}
 
 NVIDIA = (facts.nvidia(),)
 AROUND = Environment(

@@ -26,7 +26,10 @@ from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.loop import Daemon, Notifier, Timing
 from agent.host.daemon.server import Server, listen_locally
 from agent.host.daemon.wakeups import Wakeups
+from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.model.device import FileIdentity
+from agent.model.facts import Seen
+from agent.model.paths import SERVICE_STATE
 from agent.system.files import System
 from agent.system.process import host_runner
 from tests.fakes import reconciler as simulated_reconciler
@@ -411,6 +414,11 @@ def test_an_unavailable_address_on_reload_keeps_no_other_setting_out(service: Se
     assert service.metric("config_last_reload_successful") == 1
 
 
+def recorded(service: Service) -> Seen[ServiceState]:
+    """Return what `doctor` reads of the service."""
+    return SERVICE_STATES.read_seen(SERVICE_STATE, System(host_runner, str(service.root)))
+
+
 def test_a_taken_port_at_start_is_reported_and_retried_while_gpus_are_managed(service: Service) -> None:
     """A pod on the host's network can take the port while the agent is down."""
     with socket.socket() as taken:
@@ -422,6 +430,7 @@ def test_a_taken_port_at_start_is_reported_and_retried_while_gpus_are_managed(se
         what = f"configuration key metrics.address: cannot listen on 127.0.0.1:{service.port}: Address already in use"
         what += f" by a process of user {os.getuid()}, which answers Prometheus instead"
         assert service.notifications(f"STATUS=no metrics: {what}; gpu-node: Ready") >= 1
+        assert recorded(service) == ServiceState(unserved=what)
         assert service.log().count("cannot listen") == 1, "the same failure is logged once"
         assert re.search(
             f"^<3>cannot serve metrics .* {re.escape(what)} .*configure another address", service.log(), re.MULTILINE
@@ -534,8 +543,10 @@ def test_statusz_is_only_on_the_unix_socket_and_has_the_last_passes(service: Ser
     wait_for(lambda: service.statusz()["passes"][0]["failures"] == ["cannot write /a: simulated"])
     status = "STATUS=the last pass had a failure: cannot write /a: simulated; gpu-node: Ready"
     wait_for(lambda: service.notifications(status) >= 1)
+    wait_for(lambda: recorded(service) == ServiceState(failed="cannot write /a: simulated"))
     service.behave(error="simulated")
     wait_for(lambda: service.statusz()["whyNotObserved"] == "the last pass failed: simulated")
+    wait_for(lambda: recorded(service) == ServiceState(unfinished="simulated"))
     assert service.statusz()["machines"]["gpu-node"]["gpus"]
     assert service.get("/statusz")[0] == 404
 
