@@ -4,7 +4,7 @@ The data are plain mappings, because these load fast, and each start of the mach
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 from agent.model.conditions import ConditionType
@@ -159,21 +159,3 @@ def parse_instance(capability: str) -> Instance | None:
     """Return the instance that a path below /proc/driver/nvidia/capabilities names; None for any other path."""
     match = CAPABILITY.fullmatch(capability)
     return Instance(int(match[1]), int(match[2]), int(match[3]) if match[3] else None) if match else None
-
-
-def incomplete_instances(
-    existing: Set[Instance], usable: Set[Instance]
-) -> Iterator[tuple[Instance, tuple[Instance, ...]]]:
-    """Yield the `existing` instances that are incomplete, each with the instances whose nodes are missing.
-
-    `usable` has the instances that have a node. A GPU instance without a compute instance is incomplete too; it comes
-    with an empty tuple.
-    """
-    in_use = {each.gpu_instance for each in existing if each.ci is not None}
-    for each in sorted(existing, key=lambda each: (each[:2], str(each))):
-        if each.ci is not None:
-            missing = tuple(part for part in (each.gpu_instance, each) if part not in usable)
-            if missing:
-                yield each, missing
-        elif each not in in_use:
-            yield each, ()

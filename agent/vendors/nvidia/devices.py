@@ -27,7 +27,7 @@ from agent.system.devices import DRI
 from agent.system.files import System
 from agent.system.trust import classify_error, entries_if_present, read_seen
 from agent.vendors.host_vendor import PROC_DEVICES, GpuError, Sources, parse_majors
-from agent.vendors.nvidia.contract import DIRECTORIES, Instance, incomplete_instances, parse_instance
+from agent.vendors.nvidia.contract import DIRECTORIES, Instance, parse_instance
 
 VENDOR_ID = 0x10DE
 DISPLAY_CLASSES = frozenset({0x0300, 0x0302})
@@ -62,11 +62,9 @@ def parse_information(text: str) -> Information:
 
     Until the GPU is initialised, the file has the UUID `GPU-????...`, and an empty `uuid` is returned.
     """
-    values = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        values[key.strip()] = value.strip()
-    uuid, minor, model = values.get("GPU UUID", ""), values.get("Device Minor", ""), values.get("Model", "")
+    fields = (line.partition(":") for line in text.splitlines())
+    values = {key.strip(): value.strip() for key, _, value in fields}
+    uuid, minor, model = (values.get(key, "") for key in ("GPU UUID", "Device Minor", "Model"))
     return Information(
         model=model if model.isprintable() and len(model) <= MODEL_LIMIT else "",
         uuid=uuid if re.fullmatch(r"GPU-[0-9a-f-]{36}", uuid) else "",
@@ -92,16 +90,11 @@ def observe_gpus(
 ) -> GpuList:
     """Return the GPUs on the PCI bus; if the bus could not be listed, the GPUs that the driver lists."""
     known: dict[str, Information] = {}
-    unseen, problems = [], []
     names = read_seen(system.entries, GPUS)
-    if isinstance(names, Broken | Unseen):
-        unseen.append(names.why)
-    addresses = []
-    for name in names if isinstance(names, tuple) else ():
-        if PCI_ADDRESS.fullmatch(name):
-            addresses.append(name)
-        else:
-            problems.append(f"{GPUS}: {name!a} is not a PCI address")
+    unseen = [names.why] if isinstance(names, Broken | Unseen) else []
+    listed = names if isinstance(names, tuple) else ()
+    problems = [f"{GPUS}: {name!a} is not a PCI address" for name in listed if not PCI_ADDRESS.fullmatch(name)]
+    addresses = [name for name in listed if PCI_ADDRESS.fullmatch(name)]
     paths = [f"{GPUS}/{address}/information" for address in addresses]
     for address, path, text in zip(addresses, paths, read_device_texts(system, paths), strict=True):
         found = classify_error(path, text) if isinstance(text, OSError) else text
@@ -110,25 +103,23 @@ def observe_gpus(
         elif not isinstance(found, Absent):
             unseen.append(found.why)
     if isinstance(pci, tuple):
-        devices = {each.address: each for each in pci if _is_gpu(each)}
+        of_vendor = (each for each in pci if each.vendor_id == VENDOR_ID)
+        devices = {each.address: each for each in of_vendor if each.class_id >> 8 in DISPLAY_CLASSES}
         if known and not devices:
             # A GPU leaves the driver's list before it leaves the bus, so one of the two lists is wrong.
             unseen.append(f"the PCI bus lists no GPU of this vendor, but the driver lists {', '.join(known)}")
     else:
         devices = {each: PciDevice(each, VENDOR_ID, 0, KERNEL_DRIVER) for each in known}
         unseen.append(pci.why)
-    problems += [
-        f"GPU {address} is excluded by a parameter of the kernel module nvidia"
-        for address, each in sorted(known.items())
-        if each.excluded
-    ]
     gpus = []
     for address, device in sorted(devices.items()):
         each = known.get(address, Information())
-        why_lost, is_detached = lost.get(address, ""), address in detached
         modules = None if device.driver in ("", KERNEL_DRIVER) else _modules(system, device.driver)
+        why_lost, is_detached = lost.get(address, ""), address in detached
         states = (why_lost, is_detached, each.excluded, device.override, device.virtual, device.integrated, modules)
         gpus.append(Gpu(address, "nvidia", device.driver, each.model, each.uuid, each.minor, *states))
+    excluded = sorted(address for address, each in known.items() if each.excluded)
+    problems += [f"GPU {address} is excluded by a parameter of the kernel module nvidia" for address in excluded]
     return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))
 
 
@@ -145,10 +136,6 @@ def _modules(system: System, driver: str) -> tuple[str, ...] | None:
     except OSError:
         return None
     return (module, *dict.fromkeys((*COMPANIONS.get(module, ()), *holders)))
-
-
-def _is_gpu(device: PciDevice) -> bool:
-    return device.vendor_id == VENDOR_ID and device.class_id >> 8 in DISPLAY_CLASSES
 
 
 # Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c).
@@ -168,22 +155,20 @@ gpu0/mig/gi1/ci0/access, has 5 parts."""
 def observe_capabilities(system: System) -> dict[int, str]:
     """Return the existing capabilities by minor, as paths relative to CAPABILITIES. Raises OSError."""
     by_minor: dict[int, str] = {}
-    table: dict[str, int] | None = None
+    table: dict[str, int] = {}
     names = list(_walk(system, "", DEPTH))
     texts = read_device_texts(system, [f"{CAPABILITIES}/{name}" for name in names])
     for name, text in zip(names, texts, strict=True):
-        match text:
-            case FileNotFoundError() | NotADirectoryError():
-                continue
-            case PermissionError():
-                # Only root may read mig/config and fabric-imex-mgmt, but the tables have their minors.
-                table = _tables(system) if table is None else table
-                minor = table.get(name.replace("mig/", "", 1))
-            case OSError():
-                raise text
-            case _:
-                found = MINOR.search(text)
-                minor = int(found[1]) if found else None
+        if isinstance(text, FileNotFoundError | NotADirectoryError):
+            continue
+        if isinstance(text, PermissionError):
+            # Only root may read mig/config and fabric-imex-mgmt, but the tables have their minors.
+            table = table or _tables(system)
+            minor = table.get(name.replace("mig/", "", 1))
+        elif isinstance(text, OSError):
+            raise text
+        else:
+            minor = int(found[1]) if (found := MINOR.search(text)) else None
         if minor is not None:
             by_minor[minor] = name
     return by_minor
@@ -200,14 +185,12 @@ def _walk(system: System, below: str, depth: int) -> Iterator[str]:
 
 
 def _tables(system: System) -> dict[str, int]:
-    minors = {}
+    lines: list[str] = []
     for table in MINOR_TABLES:
         with contextlib.suppress(FileNotFoundError):
-            for line in read_device_text(system, table).splitlines():
-                name, _, digits = line.rpartition(" ")
-                if (minor := whole_number(digits)) is not None:
-                    minors[name] = minor
-    return minors
+            lines += read_device_text(system, table).splitlines()
+    fields = (line.rpartition(" ") for line in lines)
+    return {name: minor for name, _, digits in fields if (minor := whole_number(digits)) is not None}
 
 
 # Observes NVIDIA's device nodes. sysfs has no devices for them, so nodes in /dev are checked against procfs.
@@ -259,137 +242,102 @@ NODE_DIRECTORIES: tuple[str, ...] = (
 )
 
 
-class Observed(Struct, frozen=True):
-    """The result of observe_devices."""
+def observe_devices(
+    sources: Sources, listed: GpuList
+) -> tuple[Seen[tuple[DeviceNode, ...]], Mapping[str, str], tuple[IncompletePartition, ...]]:
+    """Return all usable nodes, Unseen if any node could not be observed; and what is wrong with the others.
 
-    nodes: Seen[tuple[DeviceNode, ...]]
-    """The usable nodes; Unseen if any node could not be observed."""
-    problems: Mapping[str, str] = MappingProxyType({})
-    """Why nodes must not be granted, by path, except nodes of incomplete or destroyed MIG instances."""
-    incomplete: tuple[IncompletePartition, ...] = ()
-    """Incomplete MIG instances. None of their nodes is in `nodes`."""
-
-
-def observe_devices(sources: Sources, listed: GpuList) -> Observed:
-    """Return all usable nodes, and what is wrong with the other nodes."""
-    drm = sources.drm
+    The second value is why nodes must not be granted, by path, except nodes of incomplete or destroyed MIG instances;
+    the third has the incomplete instances, none of whose nodes is among the usable ones.
+    """
     if listed.unseen:
-        return Observed(Unseen(listed.unseen))
-    if not isinstance(drm, tuple):
-        return Observed(Unseen(drm.why))
+        return Unseen(listed.unseen), {}, ()
+    if not isinstance(sources.drm, tuple):
+        return Unseen(sources.drm.why), {}, ()
     try:
-        text = sources.system.read_text(PROC_DEVICES)
-        checker = _NodeChecker(sources.system, parse_majors(text), listed.gpus, observe_capabilities(sources.system))
-        nodes = [node for directory in RULES for node in checker.directory(directory)]
-        nodes += [node for device in drm if (node := checker.drm(device))]
+        checker = _NodeChecker(sources.system, listed.gpus)
+        nodes = [*checker.nodes(sources.drm)]
     except OSError as error:
-        return Observed(Unseen(classify_error(error.filename or PROC_DEVICES, error).why))
-    with_node = {instance for node in nodes if (instance := parse_instance(node.capability))}
-    compute = {each for each in with_node if each.ci is not None and each.gpu_instance in with_node}
+        return Unseen(classify_error(error.filename or PROC_DEVICES, error).why), {}, ()
+    usable = {instance for node in nodes if (instance := parse_instance(node.capability))}
+    compute = {each for each in usable if each.ci is not None and each.gpu_instance in usable}
     # A GPU instance is complete if one of its compute instances is.
     whole = {None, *compute, *(each.gpu_instance for each in compute)}
     nodes = [node for node in nodes if parse_instance(node.capability) in whole]
     kinds = list(DeviceKind)
-    ordered = sorted(nodes, key=lambda node: (kinds.index(node.kind), node.number.minor, node.path))
-    return Observed(tuple(ordered), checker.problems, tuple(checker.incomplete()))
+    nodes.sort(key=lambda node: (kinds.index(node.kind), node.number.minor, node.path))
+    return tuple(nodes), checker.problems, tuple(checker.incomplete(usable))
 
 
 class _NodeChecker:
     """Checks nodes one by one and collects problems. Raises OSError if a node cannot be observed."""
 
-    def __init__(
-        self, system: System, majors: dict[str, int], gpus: tuple[Gpu, ...], capabilities: dict[int, str]
-    ) -> None:
+    def __init__(self, system: System, gpus: tuple[Gpu, ...]) -> None:
         self.problems: dict[str, str] = {}
         self._system = system
-        self._majors = majors
-        self._capabilities = capabilities
+        self._majors = parse_majors(system.read_text(PROC_DEVICES))
+        self._capabilities = observe_capabilities(system)
         self._by_minor = {each.minor: each for each in gpus if each.minor is not None}
         self._by_address = {each.pci_address: each for each in gpus if each.driver == KERNEL_DRIVER}
-        self._with_node: set[str] = set()
-        """Capabilities that have a node."""
 
-    def directory(self, directory: str) -> list[DeviceNode]:
-        """Return the usable nodes in one directory, which may be missing."""
-        found = []
-        # Other names are skipped first, because a host has hundreds of other nodes.
-        for name in (each for each in entries_if_present(self._system, directory) if each.startswith(PREFIXES)):
-            if not name.isprintable():
-                problem = f"{directory}/: unexpected characters in the device name {name!a}"
-                self.problems[f"{directory}/{name}"] = problem
-                continue
-            for rule in RULES[directory]:
-                match = rule.pattern.fullmatch(name)
-                node = self._node(f"{directory}/{name}", rule, match) if match else None
-                if node:
-                    found.append(node)
-        return found
-
-    def drm(self, device: DrmDevice) -> DeviceNode | None:
-        """Return the node of a DRM device.
-
-        Return None if the device's GPU does not use NVIDIA's driver, or if the node is missing or must not be used.
-        """
-        gpu = self._by_address.get(device.pci_address)
-        if gpu is None:
-            return None
-        kind = DeviceKind.DRI_RENDER if "/renderD" in device.path else DeviceKind.DRI_CARD
-        number = self._number(device.path, ("drm",))
-        return DeviceNode(device.path, kind, number, gpu.pci_address) if number else None
+    def nodes(self, drm: tuple[DrmDevice, ...]) -> Iterator[DeviceNode]:
+        """Yield the nodes that have the right numbers."""
+        for directory, rules in RULES.items():
+            # Other names are skipped first, because a host has hundreds of other nodes.
+            for name in (each for each in entries_if_present(self._system, directory) if each.startswith(PREFIXES)):
+                path = f"{directory}/{name}"
+                if not name.isprintable():
+                    self.problems[path] = f"{directory}/: unexpected characters in the device name {name!a}"
+                    continue
+                for rule in rules:
+                    if (match := rule.pattern.fullmatch(name)) and (node := self._node(path, rule, match)):
+                        yield node
+        for device in drm:
+            kind = DeviceKind.DRI_RENDER if "/renderD" in device.path else DeviceKind.DRI_CARD
+            if device.pci_address in self._by_address and (number := self._number(device.path, ("drm",))):
+                yield DeviceNode(device.path, kind, number, device.pci_address)
 
     def _node(self, path: str, rule: Rule, match: re.Match[str]) -> DeviceNode | None:
         wanted = int(match[1]) if rule.minor is None else rule.minor
         number = self._number(path, rule.registered, wanted)
         if number is None:
             return None
-        if rule.kind is DeviceKind.CAPABILITY:
-            return self._capability(path, number)
-        if rule.kind is not DeviceKind.GPU:
-            return DeviceNode(path, rule.kind, number)
-        gpu = self._by_minor.get(wanted)
-        if gpu is None and self._by_address and not self._by_minor:
+        # Without a name, the MIG instance was destroyed. Its node stays, but gives no longer access to anything.
+        name = self._capabilities.get(number.minor, "") if rule.kind is DeviceKind.CAPABILITY else ""
+        instance = parse_instance(name)
+        if rule.kind is not DeviceKind.GPU and not instance:
+            known = name or rule.kind is not DeviceKind.CAPABILITY
+            return DeviceNode(path, rule.kind, number, capability=name) if known else None
+        # The capability's name contains the GPU's current minor, even if the GPU came back with another minor.
+        gpu = self._by_minor.get(instance.gpu if instance else wanted)
+        if gpu:
+            return DeviceNode(path, rule.kind, number, gpu.pci_address, name)
+        if not instance and self._by_address and not self._by_minor:
             # sysfs shows a GPU that is bound to the driver, but the driver's list is empty. The cause is not a GPU that
             # is just being unbound: sysfs would show that first. So the list is wrong, or not complete yet.
             raise OSError(errno.EAGAIN, f"lists no GPU, but the driver is bound to {', '.join(self._by_address)}", GPUS)
-        if gpu is None:
-            self.problems[path] = f"{path}: the driver has no GPU with minor {wanted}; ignoring the leftover node"
-            return None
-        return DeviceNode(path, rule.kind, number, gpu.pci_address)
-
-    def _capability(self, path: str, number: DeviceNumber) -> DeviceNode | None:
-        name = self._capabilities.get(number.minor)
-        if not name:
-            # The MIG instance was destroyed. Its node stays, but is harmless: it no longer gives access to anything.
-            return None
-        self._with_node.add(name)
-        instance = parse_instance(name)
         if not instance:
-            return DeviceNode(path, DeviceKind.CAPABILITY, number, capability=name)
-        # The capability's name contains the GPU's current minor, even if the GPU came back with another minor.
-        gpu = self._by_minor.get(instance.gpu)
-        return DeviceNode(path, DeviceKind.CAPABILITY, number, gpu.pci_address, name) if gpu else None
+            self.problems[path] = f"{path}: the driver has no GPU with minor {wanted}; ignoring the leftover node"
+        return None
 
-    def incomplete(self) -> Iterator[IncompletePartition]:
-        """Yield MIG instances that exist but are not complete."""
-        node_minors = {
-            instance: minor for minor, name in self._capabilities.items() if (instance := parse_instance(name))
-        }
-        usable = {instance for name in self._with_node if (instance := parse_instance(name))}
-        for instance, missing in incomplete_instances(node_minors.keys(), usable):
-            gpu = self._by_minor.get(instance.gpu)
-            if gpu is None:
-                # The GPU has left the driver's list, so its instances are gone too.
-                continue
-            why = "has no compute instance yet (`nvidia-smi mig -cci` makes one)"
+    def incomplete(self, usable: Set[Instance]) -> Iterator[IncompletePartition]:
+        """Yield MIG instances that exist but are not complete. `usable` has those that have a node.
+
+        A GPU instance without a compute instance is incomplete too. The instances of a GPU that has left the driver's
+        list are gone too.
+        """
+        minors = {each: minor for minor, name in self._capabilities.items() if (each := parse_instance(name))}
+        in_use = {each.gpu_instance for each in minors if each.ci is not None}
+        for each in sorted(minors, key=lambda each: (each[:2], str(each))):
+            gpu, why = self._by_minor.get(each.gpu), "has no compute instance yet (`nvidia-smi mig -cci` makes one)"
+            missing = [part for part in (each.gpu_instance, each) if part not in usable] if each.ci is not None else []
             if missing:
-                why = f"is missing {', '.join(_missing_part(each, node_minors.get(each)) for each in missing)}"
-            yield IncompletePartition(gpu.pci_address, f"MIG instance {instance} of {gpu.pci_address} {why}")
+                why = f"is missing {', '.join(_missing_part(part, minors.get(part)) for part in missing)}"
+            if gpu and (missing or (each.ci is None and each not in in_use)):
+                yield IncompletePartition(gpu.pci_address, f"MIG instance {each} of {gpu.pci_address} {why}")
 
     def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
-        """Return the node's number; None if the node was removed or must not be used.
-
-        If the node must not be used, the reason is added to `problems`.
-        """
+        """Return the node's number; None if the node was removed or must not be used, which `problems` then says."""
         try:
             number = self._system.device(path)
         except FileNotFoundError:
@@ -399,14 +347,12 @@ class _NodeChecker:
             self.problems[path] = f"{path}: not a character device"
         elif major is None:
             self.problems[path] = f"{path}: its driver is not loaded ({registered[0]} is not in {PROC_DEVICES})"
-        elif number.major != major or (minor is not None and number.minor != minor):
-            wanted = f"{major}:{minor}" if minor is not None else f"major {major}"
-            self.problems[path] = (
-                f"{path}: is {number.major}:{number.minor}, but the driver uses {wanted}; "
-                "remove the node and create it again"
-            )
-        else:
+        elif number.major == major and minor in (None, number.minor):
             return number
+        else:
+            wanted = f"{major}:{minor}" if minor is not None else f"major {major}"
+            what = f"is {number.major}:{number.minor}, but the driver uses {wanted}"
+            self.problems[path] = f"{path}: {what}; remove the node and create it again"
         return None
 
 

@@ -7,13 +7,11 @@ from agent.model.device import DeviceKind
 from agent.model.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, UserSpace, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import Variable
-from agent.vendors.nvidia.contract import DIRECTORIES
+from agent.vendors.nvidia.contract import DIRECTORIES, SHARED
 from agent.vendors.nvidia.devices import KERNEL_DRIVER
 from agent.vendors.nvidia.driver import fabric_cause
 from agent.vendors.nvidia.places import HOST_CACHE, PLACES
 
-SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
-"""Kinds of nodes that every machine with a GPU gets. Alone, they give access to no GPU."""
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.CAPABILITY})
 """Kinds of nodes that belong to one GPU. Of the capabilities, only those of MIG instances belong to one."""
 STAND_INS = ("pci-stub", "pciback")

@@ -22,17 +22,17 @@ def observe_nvidia(sources: Sources) -> VendorFacts:
     """Return all facts about NVIDIA. What cannot be observed is Unseen; `problems` says what must not be used."""
     module = observe_module(sources.system)
     listed = observe_gpus(sources.system, sources.pci, sources.lost, sources.detached)
-    devices = observe_devices(sources, listed)
+    nodes, problems, incomplete = observe_devices(sources, listed)
     user_space = observe_user_space(sources, module if isinstance(module, str) else "")
     return VendorFacts(
         vendor="nvidia",
         gpus=listed.gpus,
-        devices=devices.nodes,
-        driver=observe_driver(sources, module, user_space, devices.nodes),
+        devices=nodes,
+        driver=observe_driver(sources, module, user_space, nodes),
         services=observe_services(sources.system),
-        node_problems=devices.problems,
+        node_problems=problems,
         other_problems=(*listed.problems, *user_space.problems),
-        incomplete=devices.incomplete,
+        incomplete=incomplete,
     )
 
 

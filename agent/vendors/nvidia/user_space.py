@@ -20,7 +20,6 @@ from msgspec.structs import replace
 
 from agent.model.errors import AgentError, DocumentError
 from agent.model.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen, UserSpace, VendorFacts
-from agent.model.paths import LOADER_CACHE
 from agent.model.text import whole_number
 from agent.system.deadlines import call_device
 from agent.system.files import NOT_FOUND, UNUSABLE, System
@@ -29,7 +28,6 @@ from agent.system.trust import (
     classify_error,
     entries_if_present,
     file_fault,
-    read_seen,
     untrusted_component,
 )
 from agent.vendors.host_vendor import DriverForPods, Sources
@@ -387,9 +385,6 @@ def _entries(sources: Sources, place: Place, system: System, trust: PathTrust) -
             for name in entries_if_present(system, directory)
         )
     else:
-        # The result is not used. This read only makes `system` note that the observation depends on the loader cache:
-        # the listing below does not access the cache through `system`.
-        read_seen(system.identity, LOADER_CACHE)
         cache = sources.loader_cache(place.root)
         if not isinstance(cache, tuple):
             return cache

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agent.machine.run import run
 from agent.model.device import DeviceNumber
 from agent.vendors.cdi import normalised
+from agent.vendors.machine_vendor import Verdict
 from agent.vendors.nvidia.command import HOOK
 from agent.vendors.nvidia.nvidia_ctk import MODES, with_additions, with_no_gpu
 from agent.vendors.nvidia.verify import Sieve, is_gpu_name, verify
@@ -156,49 +157,68 @@ def spec_of(machine: Machine, path: str = "etc/cdi/nvidia.yaml") -> Spec:
     return loaded
 
 
-@pytest.mark.parametrize("name", HARMLESS)
-def test_what_is_harmless_is_published(tmp_path: Path, name: str) -> None:
-    edit, named = HARMLESS[name]
+def edited(*edits: Edit) -> Spec:
     spec = recorded_spec()
-    edit(spec["containerEdits"])
-    machine = settle(tmp_path, spec)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    assert named in machine.message("CDISpecCurrent")
-    common = spec_of(machine)["containerEdits"]
-    assert spec["containerEdits"]["mounts"][-1] in common["mounts"]
-    assert spec["containerEdits"]["env"][-1] in common["env"]
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified"), "the published specification is verified too"
+    for edit in edits:
+        edit(spec["containerEdits"])
+    return spec
+
+
+def sifted(spec: object) -> tuple[Sieve, Spec, Verdict]:
+    """Return the walk, what is left of the specification with the agent's additions, and the verdict on it."""
+    sieve = Sieve(REQUEST, *HERE, is_device=is_gpu_name)
+    made = normalised(with_additions(with_no_gpu(sieve.sift(normalised(spec))), REQUEST)[0])
+    assert isinstance(made, dict)
+    return sieve, made, verify(made, REQUEST, *HERE)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_is_harmless_stays(name: str) -> None:
+    edit, named = HARMLESS[name]
+    spec = edited(edit)
+    sieve, made, verdict = sifted(spec)
+    assert (verdict.problems, sieve.left_out) == ((), {})
+    assert named in ", ".join(sieve.harmless)
+    for key in ("mounts", "env"):
+        assert spec["containerEdits"][key][-1] in made["containerEdits"][key]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_is_unknown_is_left_out(tmp_path: Path, name: str) -> None:
-    """The message names it, also in later runs, which generate nothing. What is published is as without it."""
+def test_what_is_unknown_is_left_out(name: str) -> None:
+    """The rest is as without it."""
     edit, named = UNKNOWN[name]
-    spec = recorded_spec()
-    edit(spec["containerEdits"])
-    machine = settle(tmp_path / "new", spec)
-    for _ in range(2):
-        assert machine.conditions()["CDISpecCurrent"] == ("True", "EditsLeftOut")
-        assert named in machine.message("CDISpecCurrent").partition("EditsLeftOut: ")[2]
-        run(machine)
-    without = spec_of(settle(tmp_path / "old", recorded_spec()))
+    sieve, made, verdict = sifted(edited(edit))
+    assert verdict.problems == ()
+    assert named in "; ".join(sieve.left_out)
+    without = sifted(recorded_spec())[1]
     if name == "hook's variable":
         del without["containerEdits"]["hooks"][0]["env"]
-    assert spec_of(machine) == without
+    assert made == without
 
 
 @pytest.mark.parametrize("name", DANGEROUS)
-def test_what_is_dangerous_is_refused(tmp_path: Path, name: str) -> None:
-    """Nothing is published, and the message names the part, although unknown parts surround it."""
+def test_what_is_dangerous_is_refused(name: str) -> None:
+    """The verdict names the part, although unknown parts surround it."""
     edit, named = DANGEROUS[name]
-    spec = recorded_spec()
-    for each in (UNKNOWN["variable"][0], edit, UNKNOWN["edits"][0]):
-        each(spec["containerEdits"])
-    machine = settle(tmp_path, spec)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
-    assert named in machine.message("CDISpecCurrent")
-    assert not machine.exists("/etc/cdi/nvidia.yaml")
+    *_, verdict = sifted(edited(UNKNOWN["variable"][0], edit, UNKNOWN["edits"][0]))
+    assert named in "; ".join(verdict.problems)
+
+
+def test_what_a_machine_reports(tmp_path: Path) -> None:
+    """The message names what is new, also in later runs, which generate nothing and verify what is published."""
+    harmless = settle(tmp_path / "harmless", edited(*(edit for edit, _ in HARMLESS.values())))
+    unknown = settle(tmp_path / "unknown", edited(*(edit for edit, _ in UNKNOWN.values())))
+    for _ in range(2):
+        assert harmless.conditions()["CDISpecCurrent"] == ("True", "Verified")
+        assert "NVIDIA_CTK_NEW_FEATURE=v2" in harmless.message("CDISpecCurrent")
+        assert unknown.conditions()["CDISpecCurrent"] == ("True", "EditsLeftOut")
+        assert "unknown key intelRdt" in unknown.message("CDISpecCurrent").partition("EditsLeftOut: ")[2]
+        for each in (harmless, unknown):
+            run(each)
+    dangerous = settle(tmp_path / "dangerous", edited(UNKNOWN["variable"][0], DANGEROUS["loader"][0]))
+    assert dangerous.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
+    assert "LD_PRELOAD" in dangerous.message("CDISpecCurrent")
+    assert not dangerous.exists("/etc/cdi/nvidia.yaml")
 
 
 def test_null_is_known_by_its_number(tmp_path: Path) -> None:
@@ -233,40 +253,38 @@ def test_unknown_keys_and_devices(tmp_path: Path) -> None:
     assert spec_of(machine) == spec_of(settle(tmp_path / "old", recorded_spec()))
 
 
-def test_a_dangerous_device_is_not_left_out(tmp_path: Path) -> None:
+def test_a_dangerous_device_is_not_left_out() -> None:
     """A device under an unknown name shows what the tool does."""
     spec = recorded_spec()
     spec["devices"].append({"name": "x", "containerEdits": {"deviceNodes": [{"path": "/dev/sda"}]}})
-    assert "device x: device node '/dev/sda' is not granted" in settle(tmp_path, spec).message("CDISpecCurrent")
+    assert "device x: device node '/dev/sda' is not granted to this machine" in sifted(spec)[2].problems
 
 
-def test_what_pods_need_is_not_left_out(tmp_path: Path) -> None:
+def test_what_pods_need_is_not_left_out() -> None:
     """If the rest does not serve the GPUs, the specification is refused."""
     spec = recorded_spec()
     spec["containerEdits"]["Mounts"] = spec["containerEdits"].pop("mounts")
-    assert settle(tmp_path / "mounts", spec).conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
+    assert sifted(spec)[2].problems
     spec = recorded_spec()
     for device in spec["devices"]:
         device["containerEdits"]["nodes"] = device["containerEdits"].pop("deviceNodes")
-    assert settle(tmp_path / "nodes", spec).conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
+    assert sifted(spec)[2].problems
     asked = REQUEST._replace(cdi_hooks=("apply-cuda-memory-limits",))
     limits = hook("apply-cuda-memory-limits", "--limit=new") | {"hookName": "createRuntime"}
-    spec = recorded_spec()
-    spec["containerEdits"]["hooks"].append(limits)
-    kept = Sieve(asked, LIVE, FILES).sift(spec)
+    kept = Sieve(asked, LIVE, FILES).sift(edited(added("hooks", limits)))
     assert "unexpected hook argument apply-cuda-memory-limits" in "; ".join(
         verify(kept, asked, LIVE, FILES).problems
     ), "without the hook that the settings ask for, a pod could use more memory than its share"
 
 
-def test_the_loader_of_containers_finds_the_driver(tmp_path: Path) -> None:
+def test_the_loader_of_containers_finds_the_driver() -> None:
     """If a toolkit moves the work of the hook update-ldcache into another hook, the agent adds the old one."""
     spec = recorded_spec()
     spec["containerEdits"]["hooks"][1]["args"][1] = "update-everything"
-    machine = settle(tmp_path, spec)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "EditsLeftOut")
-    (made,) = [each["args"] for each in spec_of(machine)["containerEdits"]["hooks"] if "update-ldcache" in each["args"]]
-    assert f"/{LIBRARIES}" in made
+    sieve, made, verdict = sifted(spec)
+    assert (verdict.problems, len(sieve.left_out)) == ((), 1)
+    (hooks,) = [each["args"] for each in made["containerEdits"]["hooks"] if "update-ldcache" in each["args"]]
+    assert f"/{LIBRARIES}" in hooks
     without = recorded_spec()
     del without["containerEdits"]["hooks"][1]
     assert verify(without, REQUEST, LIVE, FILES).problems == (
@@ -301,25 +319,23 @@ def test_a_newer_agent_looks_again(tmp_path: Path, asked: tuple[str, ...], monke
     assert generations(machine) == 1 + len(asked)
 
 
-def test_the_runtime_adds_no_devices(tmp_path: Path) -> None:
+def test_the_runtime_adds_no_devices() -> None:
     """A toolkit that only writes the mount leaves the variable to the agent: images set it to `all`."""
     spec = recorded_spec()
     spec["containerEdits"]["env"].remove("NVIDIA_VISIBLE_DEVICES=void")
-    machine = settle(tmp_path, spec)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    assert "NVIDIA_VISIBLE_DEVICES=void" in spec_of(machine)["containerEdits"]["env"]
+    _, made, verdict = sifted(spec)
+    assert verdict.problems == ()
+    assert "NVIDIA_VISIBLE_DEVICES=void" in made["containerEdits"]["env"]
     (problem,) = verify(spec, REQUEST, *HERE).problems
     assert "a pod could get other GPUs of the machine" in problem
 
 
-def test_the_two_forms_of_a_flag_are_one(tmp_path: Path) -> None:
-    spec, changed = recorded_spec(), recorded_spec()
+def test_the_two_forms_of_a_flag_are_one() -> None:
+    changed = recorded_spec()
     for each in changed["containerEdits"]["hooks"]:
         name, kind, *rest = each["args"]
         each["args"] = [name, kind, *(f"{flag}={value}" for flag, value in zip(rest[::2], rest[1::2], strict=True))]
-    machine = settle(tmp_path / "new", changed)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    assert spec_of(machine) == spec_of(settle(tmp_path / "old", spec))
+    assert sifted(changed)[1:] == sifted(recorded_spec())[1:]
 
 
 # ---- the other modes
@@ -435,14 +451,11 @@ def test_any_later_specification(
     for edit, place in data.draw(st.permutations(unknown + dangerous)):
         edit(edits_of(spec, place))
     harmful = [edit for edit, place in dangerous if not _is_without_effect(edit, edits_of(with_mounts(), place))]
-    kept = Sieve(REQUEST, *HERE, is_device=is_gpu_name).sift(normalised(spec))
-    made = normalised(with_additions(with_no_gpu(kept), REQUEST)[0])
-    verdict = verify(made, REQUEST, *HERE)
+    _, made, verdict = sifted(spec)
     if harmful:
         assert verdict.problems
     else:
         assert (verdict.problems, verdict.missing_gpus) == ((), ())
-        assert isinstance(made, dict)
         assert harm_in(made) == []
         nodes = {
             each["name"]: each["containerEdits"]["deviceNodes"] for each in made["devices"] if each["name"] != "none"

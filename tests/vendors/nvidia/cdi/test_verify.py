@@ -59,6 +59,7 @@ def test_the_recorded_spec_is_good() -> None:
     assert verdict.devices == ("0", "1", *uuids, "all")
 
 
+# Those that test_leave_out.py calls dangerous are refused too.
 MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "foreign path": (lambda s: edits(s)["mounts"].append(mount("/etc/shadow")), "/etc/shadow"),
     "path with dots": (
@@ -74,21 +75,9 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
         "not a file of the driver",
     ),
     "whole directory": (lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/{LIBRARIES}")), "not a file of the driver"),
-    "overlay": (
-        lambda s: edits(s)["mounts"][0].update(type="overlay", options=["ro", "lowerdir=/:/etc"]),
-        "unknown key type",
-    ),
-    "overlay's options": (
-        lambda s: edits(s)["mounts"][0].update(options=["ro", "lowerdir=/:/etc"]),
-        "has unexpected option 'lowerdir=/:/etc'",
-    ),
     "writable at second sight": (
         lambda s: edits(s)["mounts"][0]["options"].append("rw"),
         "has unexpected option 'rw'",
-    ),
-    "preload": (
-        lambda s: edits(s)["mounts"][0].update(containerPath="/etc/ld.so.preload"),
-        "at unexpected '/etc/ld.so.preload'",
     ),
     "other library's place": (lambda s: edits(s)["mounts"][3].update(containerPath="/usr/lib/libc.so.6"), "libc.so.6"),
     "Vulkan elsewhere": (
@@ -104,21 +93,10 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
         lambda s: s["devices"][0]["containerEdits"].update(mounts=[mount("/root")]),
         "device 0: mount of '/root'",
     ),
-    "unexpected hook": (lambda s: edits(s)["hooks"][0].update(path="/tmp/hook"), "unexpected hook"),
     "disabled hook": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(1, "chmod"), "unexpected hook"),
-    "hook on the host": (lambda s: edits(s)["hooks"][0].update(hookName="createRuntime"), "unexpected hook"),
-    "hook with environment": (
-        lambda s: edits(s)["hooks"][0].update(env=["LD_PRELOAD=/x.so"]),
-        "variable 'LD_PRELOAD=/x.so'",
-    ),
-    "hook without name": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(0, "sh"), "unexpected hook"),
     "hook with a limit": (
         lambda s: edits(s)["hooks"][0].update(timeout=1),
         "unknown key timeout of hook create-symlinks",
-    ),
-    "other ldconfig": (
-        lambda s: edits(s)["hooks"][1]["args"].append("--ldconfig-path=@/tmp/evil"),
-        "update-ldcache --ldconfig-path=@/tmp/evil",
     ),
     "other ldconfig in two words": (
         lambda s: edits(s)["hooks"][1]["args"].extend(["--ldconfig-path", "@/tmp/evil"]),
@@ -133,8 +111,6 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "link elsewhere": (lambda s: add_link(s, "libcuda.so.1::/etc/ld.so.preload"), "::/etc/ld.so.preload"),
     "link to elsewhere": (lambda s: add_link(s, f"../../../etc/shadow::/{LIBRARIES}/libcuda.so"), "etc/shadow"),
     "absolute link": (lambda s: add_link(s, f"/etc/shadow::/{LIBRARIES}/libcuda.so"), "/etc/shadow"),
-    "link over a library": (lambda s: add_link(s, f"libcuda.so.1::/{LIBRARIES}/libc.so.6"), "libc.so.6"),
-    "link over a program": (lambda s: add_link(s, "nvidia-smi::/usr/bin/sh"), "/usr/bin/sh"),
     "link with dots": (lambda s: add_link(s, f"libcuda.so.1::/{LIBRARIES}/x/../libcuda.so"), "x/../libcuda.so"),
     "link without target": (lambda s: add_link(s, f"/{LIBRARIES}/libcuda.so"), "create-symlinks --link"),
     "link to no DRM node": (
@@ -142,7 +118,6 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
         "by-path",
     ),
     "root's group": (lambda s: edits(s).update(additionalGids=[0]), "additional group 0"),
-    "disk's group": (lambda s: edits(s).update(additionalGids=[6]), "additional group 6"),
     "no group": (lambda s: edits(s).update(additionalGids=[True, "6"]), "additional group True"),
     "all permissions": (lambda s: edits(s)["deviceNodes"][0].update(permissions="rwmx"), "permissions 'rwmx'"),
     "set-user-ID": (
@@ -168,7 +143,6 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
         "195:True in the specification, but 195:1 in",
     ),
     "wrong major": (lambda s: edits(s)["deviceNodes"][1].update(major=511), "is 511:0 in the specification"),
-    "node from elsewhere": (lambda s: edits(s)["deviceNodes"][0].update(hostPath="/dev/sda"), "unexpected fields"),
     "block device": (lambda s: edits(s)["deviceNodes"][0].update(type="b"), "unexpected fields"),
     "missing libcuda": (lambda s: without_mount(s, "libcuda.so"), "libcuda.so is not in it"),
     "missing libnvidia-ml": (lambda s: without_mount(s, "libnvidia-ml"), "libnvidia-ml.so is not in it"),
@@ -176,7 +150,6 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "missing vdpau plug-in": (lambda s: without_mount(s, "vdpau"), "libvdpau_nvidia.so.550.163.01 is not in it"),
     "missing control node": (lambda s: without_node(s, "/dev/nvidiactl"), "no control node"),
     "missing UVM node": (lambda s: without_node(s, "/dev/nvidia-uvm"), "no uvm node"),
-    "ungranted node": (lambda s: edits(s)["deviceNodes"].append({"path": "/dev/nvidia7"}), "not granted"),
     "ungranted GPU": (
         lambda s: s["devices"].append({"name": "2", "containerEdits": {"deviceNodes": [{"path": "/dev/nvidia2"}]}}),
         "'/dev/nvidia2' is not granted",
@@ -194,8 +167,6 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "foreign name": (lambda s: s["devices"][0].update(name="mine"), "neither an index nor a UUID"),
     "one name missing": (lambda s: s["devices"].pop(0), "differ"),
     "name twice": (lambda s: s["devices"].append(s["devices"][0]), "the same name"),
-    "extra environment": (lambda s: edits(s)["env"].append("LD_PRELOAD=/tmp/x.so"), "LD_PRELOAD"),
-    "visible devices": (lambda s: edits(s).update(env=["NVIDIA_VISIBLE_DEVICES=all"]), "VISIBLE_DEVICES=all"),
     "library directory": (lambda s: edits(s).update(env=["NVIDIA_CTK_LIBCUDA_DIR=/tmp"]), "LIBCUDA_DIR=/tmp"),
     "other kind": (lambda s: s.update(kind="nvidia.com/other"), "kind is"),
     "unknown edit": (lambda s: edits(s).update(intelRdt={}), "unknown key intelRdt"),
