@@ -1,26 +1,30 @@
-"""`unbounded-agent up`, `preflight` and `reset`: make the Kubernetes nodes of the configuration, and remove them."""
+"""`unbounded-agent plan`, `up`, `preflight`, `reset`: show what would be done, make Kubernetes nodes, remove them."""
 
 import argparse
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agent.cli.output import document, print_machines
+from agent.cli.output import difference, document, print_machines, print_no_machines, report_problems
 from agent.cli.printing import progress, report, report_failures, say
 from agent.config.settings import MACHINE_NAME
 from agent.host.joining import Watch, wait_for_servers
 from agent.host.observe.machine import observe_joined, observe_units
+from agent.host.plan.diff import Difference
+from agent.host.plan.goal import Plan
 from agent.host.provision.plan import made_nodes, observe_found, observe_node
 from agent.host.provision.preflight import Asking
 from agent.host.provision.reset import reset as remove_node
-from agent.host.provision.up import Provisioner, Work
+from agent.host.provision.up import Provisioner, Work, as_if_made
 from agent.host.reconcile import Outcome, Reconciler
 from agent.host.state.locks import COMMAND_WAIT, PASS_WAIT, locked, machine_locks
 from agent.model.errors import AgentError, ConfigError
-from agent.model.facts import Absent
+from agent.model.facts import Absent, Broken, Facts, Unseen
+from agent.model.goal import Step
 from agent.model.node import Check
 from agent.model.paths import MACHINES_STATE, PROVISION_LOCK, nspawn_file, unit_drop_in
 from agent.model.text import printable
@@ -34,6 +38,73 @@ pass has ended."""
 SERVICE_POLL = 1.0
 """Seconds between two checks of a service that is starting."""
 BUSY = "another `unbounded-agent up` or `reset` is still running"
+
+
+def plan(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Print the steps. Also print each machine that does not get its settings, or perhaps does not, with the reason.
+
+    Return 1 if a machine's files must not be written, or if systemd-nspawn@.service is missing or cannot be read; 2 if
+    a machine does not exist and `up` does not make it: its name may be wrong.
+    """
+    facts, planned, left = reconciler.preview()
+    stopped = [each.name for each in reconciler.evaluate(facts, planned, left) if each.stopped]
+    of_up, unknown = _of_up(reconciler, facts, left)
+    steps = [*_as_json(left.actions), *map(_start, stopped)]
+    exceptions = (*_exceptions(planned, left, facts), *unknown.items())
+    configured = [each for each in facts.machines if each.name in reconciler.config.machines]
+    missing = [each.name for each in configured if isinstance(each.root, Absent)]
+    if options.json:
+        others = [{"machine": name, "message": why} for name, why in exceptions]
+        content = {"steps": steps, "upSteps": of_up, "exceptions": others, "problems": facts.all_problems()}
+        say([document("plan", content)])
+    else:
+        say(f"{name}: {why}" for name, why in exceptions)
+        if not steps and not of_up and not any(isinstance(each.root, Absent) for each in facts.machines):
+            say(["nothing to do"])
+        for step, action in zip_longest(steps, left.actions):
+            shown = difference(action, reconciler.system) if options.diff and action else ()
+            say([f"would {step['sentence']}", *shown])
+        say(f"`up` would {each['sentence']}" for each in of_up)
+        print_no_machines(reconciler)
+        report_problems(facts)
+    broken = any(isinstance(each.root, Broken) for each in configured)
+    if broken or left.refused or not isinstance(facts.template_device_allow, tuple):
+        return 1
+    return 0 if all(reconciler.config.machines[name].node for name in missing) else 2
+
+
+def _of_up(reconciler: Reconciler, facts: Facts, left: Difference) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """Return the steps of `up` that `apply` would not carry out, and by machine why some are unknown."""
+    nodes = tuple(sorted(name for name, each in reconciler.config.machines.items() if each.node))
+    if not nodes:
+        return [], {}
+    _, planned, with_machines = reconciler.planned(as_if_made(nodes, facts))
+    before, after, unknown = Provisioner(reconciler.config, reconciler.system, HostNetwork()).preview(nodes, planned)
+    settings = [each for each in with_machines.actions if each not in left.actions]
+    made = [each.name for each in facts.machines if each.name in nodes and isinstance(each.root, Absent)]
+    steps = [*_as_json((*before, *settings)), *map(_start, made), *_as_json(after)]
+    return steps, {name: f"what `up` would do is not completely known: {why}" for name, why in unknown.items()}
+
+
+def _as_json(steps: Iterable[Step]) -> list[dict[str, str]]:
+    return [{"kind": each.kind, "sentence": each.describe()} for each in steps]
+
+
+def _start(machine: str) -> dict[str, str]:
+    return {"kind": "start", "sentence": f"start machine {machine}"}
+
+
+def _exceptions(planned: Plan, left: Difference, facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yield each machine that does not get its settings, or perhaps does not, with the reason."""
+    for machine in facts.machines:
+        if isinstance(machine.root, Unseen):
+            yield machine.name, f"whether it exists is unknown; this is the plan if it does: {machine.root.why}"
+    for name, why in planned.skipped.items():
+        yield name, f"{why}: nothing is set up"
+    for name, why in planned.held.items():
+        yield name, f"left unchanged: {why}"
+    for name, refused in left.refused.items():
+        yield name, f"its settings are not written: {refused.why if isinstance(refused, Unseen) else refused}"
 
 
 class _Output(Struct, frozen=True):

@@ -138,7 +138,7 @@ class Command:
 
 COMMANDS = {
     "plan": Command(
-        "status:plan",
+        "node:plan",
         "print what apply and up would do",
         "Prints each step that `apply` would take, and each that `up` would take in addition. Changes nothing.",
         ("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),

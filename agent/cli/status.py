@@ -1,13 +1,11 @@
-"""`unbounded-agent status`, `plan` and `apply`: show what is, show what would be done, and do it."""
+"""`unbounded-agent status` and `apply`: show what is, and make a pass."""
 
 import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from itertools import zip_longest
-from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -16,7 +14,6 @@ from agent.cli.host import load
 from agent.cli.output import (
     causes,
     condition_tables,
-    difference,
     document,
     print_machines,
     print_no_machines,
@@ -24,15 +21,12 @@ from agent.cli.output import (
     summaries,
 )
 from agent.cli.printing import report, report_failures, say, terminal
-from agent.host.plan.diff import Difference
-from agent.host.plan.goal import Plan
 from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome, Reconciler, started_and_stopped
 from agent.host.state.locks import COMMAND_WAIT, machine_locks
 from agent.host.state.records import read_history
 from agent.model.conditions import Reason, Status
 from agent.model.errors import AgentError, ConfigError
-from agent.model.facts import Absent, Broken, Facts, Unseen
-from agent.model.goal import Step
+from agent.model.facts import Facts
 from agent.model.text import rfc3339
 from agent.system.files import System
 
@@ -43,9 +37,6 @@ CLEAR = "\x1b[H\x1b[2J"
 """Clears a terminal (ECMA-48)."""
 ANSWER_LIMIT = 180.0
 """Seconds that `apply` waits for machines to boot and report, in addition to their longest driver_wait."""
-
-JsonStep: TypeAlias = dict[str, str]
-"""A step in the document of `plan`."""
 
 
 def status(options: argparse.Namespace, reconciler: Reconciler) -> int:
@@ -165,77 +156,6 @@ def as_object(machines: Iterable[MachineOutcome], facts: Facts) -> dict[str, obj
         for machine in machines
     }
     return {"machines": states, "problems": facts.all_problems()}
-
-
-def plan(options: argparse.Namespace, reconciler: Reconciler) -> int:
-    """Print the steps. Also print each machine that does not get its settings, or perhaps does not, with the reason.
-
-    Return 1 if a machine's files must not be written, or if systemd-nspawn@.service is missing or cannot be read; 2 if
-    a machine does not exist and `up` does not make it: its name may be wrong.
-    """
-    facts, planned, left = reconciler.preview()
-    stopped = [each.name for each in reconciler.evaluate(facts, planned, left) if each.stopped]
-    of_up, unknown = _of_up(reconciler, facts, left)
-    steps = [*_as_json(left.actions), *map(_start, stopped)]
-    exceptions = (*_exceptions(planned, left, facts), *unknown.items())
-    configured = [each for each in facts.machines if each.name in reconciler.config.machines]
-    missing = [each.name for each in configured if isinstance(each.root, Absent)]
-    if options.json:
-        others = [{"machine": name, "message": why} for name, why in exceptions]
-        content = {"steps": steps, "upSteps": of_up, "exceptions": others, "problems": facts.all_problems()}
-        say([document("plan", content)])
-    else:
-        say(f"{name}: {why}" for name, why in exceptions)
-        if not steps and not of_up and not any(isinstance(each.root, Absent) for each in facts.machines):
-            say(["nothing to do"])
-        for step, action in zip_longest(steps, left.actions):
-            shown = difference(action, reconciler.system) if options.diff and action else ()
-            say([f"would {step['sentence']}", *shown])
-        say(f"`up` would {each['sentence']}" for each in of_up)
-        print_no_machines(reconciler)
-        report_problems(facts)
-    broken = any(isinstance(each.root, Broken) for each in configured)
-    if broken or left.refused or not isinstance(facts.template_device_allow, tuple):
-        return 1
-    return 0 if all(reconciler.config.machines[name].node for name in missing) else 2
-
-
-def _of_up(reconciler: Reconciler, facts: Facts, left: Difference) -> tuple[list[JsonStep], dict[str, str]]:
-    """Return the steps of `up` that `apply` would not carry out, and by machine why some are unknown."""
-    nodes = tuple(sorted(name for name, each in reconciler.config.machines.items() if each.node))
-    if not nodes:
-        return [], {}
-    # Here, because only hosts with nodes need them, and they take 40 ms.
-    from agent.host.provision.up import Provisioner, as_if_made
-    from agent.system.network import HostNetwork
-
-    _, planned, with_machines = reconciler.planned(as_if_made(nodes, facts))
-    before, after, unknown = Provisioner(reconciler.config, reconciler.system, HostNetwork()).preview(nodes, planned)
-    settings = [each for each in with_machines.actions if each not in left.actions]
-    made = [each.name for each in facts.machines if each.name in nodes and isinstance(each.root, Absent)]
-    steps = [*_as_json((*before, *settings)), *map(_start, made), *_as_json(after)]
-    return steps, {name: f"what `up` would do is not completely known: {why}" for name, why in unknown.items()}
-
-
-def _as_json(steps: Iterable[Step]) -> list[JsonStep]:
-    return [{"kind": each.kind, "sentence": each.describe()} for each in steps]
-
-
-def _start(machine: str) -> JsonStep:
-    return {"kind": "start", "sentence": f"start machine {machine}"}
-
-
-def _exceptions(planned: Plan, left: Difference, facts: Facts) -> Iterator[tuple[str, str]]:
-    """Yield each machine that does not get its settings, or perhaps does not, with the reason."""
-    for machine in facts.machines:
-        if isinstance(machine.root, Unseen):
-            yield machine.name, f"whether it exists is unknown; this is the plan if it does: {machine.root.why}"
-    for name, why in planned.skipped.items():
-        yield name, f"{why}: nothing is set up"
-    for name, why in planned.held.items():
-        yield name, f"left unchanged: {why}"
-    for name, refused in left.refused.items():
-        yield name, f"its settings are not written: {refused.why if isinstance(refused, Unseen) else refused}"
 
 
 def apply(options: argparse.Namespace, reconciler: Reconciler) -> int:

@@ -62,7 +62,6 @@ def test_help_version_and_bad_arguments_load_little(arguments: list[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "own"),
     [
-        (["plan"], {"status"}),
         (["status"], {"status"}),
         # Its archive has the output of `status`.
         (["doctor"], {"doctor.bundle", "status"}),
