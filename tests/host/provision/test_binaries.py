@@ -106,17 +106,13 @@ def test_a_program_is_fetched_once(host: Host, mirror: str, name: str) -> None:
     assert host.entries(CACHE) == (DIGEST,)
 
 
-def test_a_damaged_cache_is_filled_again(host: Host, mirror: str) -> None:
+@pytest.mark.parametrize("wrong", ["", "/something"])
+def test_a_damaged_cache_is_filled_again(host: Host, mirror: str, wrong: str) -> None:
     """What a killed attempt left, or anything else in the file's place, is replaced too."""
-    host.file(f"{CACHE}/{DIGEST}", "damaged")
+    host.file(f"{CACHE}/{DIGEST}{wrong}", "damaged")
     host.file(f"{CACHE}/.{DIGEST}.unbounded-agent-new", "a part")
     assert host.read(fetch(program(f"{mirror}/kubelet"), CACHE, host)) == PROGRAM
     assert host.entries(CACHE) == (DIGEST,)
-
-
-def test_a_directory_in_place_of_a_cached_program_is_replaced(host: Host, mirror: str) -> None:
-    host.make_directory(f"{CACHE}/{DIGEST}/something")
-    assert host.read(fetch(program(f"{mirror}/kubelet"), CACHE, host)) == PROGRAM
 
 
 def test_a_program_from_a_bundle(host: Host) -> None:
@@ -127,7 +123,6 @@ def test_a_program_from_a_bundle(host: Host) -> None:
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [
-        ("nothing", "404 Not Found", "binaries.version"),
         ("429", "429 Too Many Requests", "wait, then run the command again, or use binaries.bundle"),
         ("503", "503 Service Unavailable", "wait, then run the command again, or use binaries.bundle"),
         ("407", "407 Proxy Authentication Required", "HTTPS_PROXY"),
@@ -165,13 +160,6 @@ def test_attack_a_mirror_that_sends_a_byte_now_and_then_is_not_waited_for(host: 
     assert host.entries(CACHE) == ()
 
 
-def test_what_cannot_be_reached(host: Host) -> None:
-    with pytest.raises(AgentError, match=r"http://127.0.0.1:9/kubelet: .*refused.*network to the mirror"):
-        fetch(program("http://127.0.0.1:9/kubelet"), CACHE, host)
-    with pytest.raises(AgentError, match=r"/media/usb/kubelet: No such file or directory .*binaries.bundle"):
-        fetch(program("/media/usb/kubelet"), CACHE, host)
-
-
 @pytest.mark.processes
 def test_a_mirror_whose_certificate_the_host_does_not_accept(host: Host, tmp_path: Path) -> None:
     """The network is all right."""
@@ -186,15 +174,25 @@ def test_a_look_fetches_nothing(host: Host, mirror: str) -> None:
     for name in ("kubelet", "moved"):
         check_source(program(f"{mirror}/{name}"), host)
     assert Mirror.asked == ["HEAD /kubelet", "HEAD /moved", "HEAD /kubelet"]
-    archive = NodeBinary("crictl", f"{mirror}/nothing", DIGEST, "/usr/local/bin/crictl", "program")
-    with pytest.raises(AgentError, match=r"404 Not Found .*binaries.crictl_version or binaries.github_mirror"):
-        check_source(archive, host)
-    with pytest.raises(AgentError, match=r"404 Not Found .*binaries.version"):
-        check_source(program(f"{mirror}/nothing"), host)
-    with pytest.raises(AgentError, match=r"refused .*network to the mirror"):
-        check_source(program("http://127.0.0.1:9/kubelet"), host)
-    with pytest.raises(AgentError, match=r"/srv/kubelet: no such file .*binaries.bundle"):
-        check_source(program("/srv/kubelet"), host)
     host.file("/srv/kubelet")
     check_source(program("/srv/kubelet"), host)
     assert not host.exists(CACHE)
+
+
+@pytest.mark.parametrize(
+    ("source", "looked", "fetched"),
+    [
+        ("{}/nothing", r"404 Not Found .*binaries.version", r"404 Not Found .*binaries.version"),
+        ("http://127.0.0.1:9/kubelet", r"refused .*network to the mirror", r"refused.*network to the mirror"),
+        ("/srv/none", r"no such file .*binaries.bundle", r"/srv/none: No such file or directory .*binaries.bundle"),
+    ],
+)
+def test_what_is_not_there(host: Host, mirror: str, source: str, looked: str, fetched: str) -> None:
+    wanted = program(source.format(mirror))
+    with pytest.raises(AgentError, match=looked):
+        check_source(wanted, host)
+    with pytest.raises(AgentError, match=fetched):
+        fetch(wanted, CACHE, host)
+    archive = NodeBinary("crictl", f"{mirror}/nothing", DIGEST, "/usr/local/bin/crictl", "program")
+    with pytest.raises(AgentError, match=r"404 Not Found .*binaries.crictl_version or binaries.github_mirror"):
+        check_source(archive, host)

@@ -31,16 +31,16 @@ def test_a_node_has_the_hosts_name_and_address(ready: Host) -> None:
     assert inputs(ready) == NodeInputs("gpu-host.example.com", "10.0.0.7", CA)
 
 
-def test_settings_come_first(ready: Host) -> None:
-    wanted = config(a={"name": "gpu-1", "kubelet": {"node_ip": "10.0.0.9"}})
-    found = node_inputs("a", wanted, ready, no_route)
-    assert (found.name, found.address) == ("gpu-1", "10.0.0.9")
-
-
-def test_a_machine_with_its_own_network_does_not_have_the_hosts_address(ready: Host) -> None:
-    found = node_inputs("a", config(a={"nspawn": {"virtual_ethernet": True}}), ready, no_route)
-    assert found.own_network
-    assert found.address == ""
+@pytest.mark.parametrize(
+    ("settings", "name", "address"),
+    [
+        ({"name": "gpu-1", "kubelet": {"node_ip": "10.0.0.9"}}, "gpu-1", "10.0.0.9"),
+        ({"nspawn": {"virtual_ethernet": True}}, "gpu-host.example.com", ""),
+    ],
+)
+def test_settings_and_an_own_network_come_first(ready: Host, settings: dict[str, Any], name: str, address: str) -> None:
+    found = node_inputs("a", config(a=settings), ready, no_route)
+    assert (found.name, found.address, found.own_network) == (name, address, not address)
 
 
 @pytest.mark.parametrize(
@@ -48,17 +48,14 @@ def test_a_machine_with_its_own_network_does_not_have_the_hosts_address(ready: H
     [
         (b"", "no certificate in PEM format"),
         (CA + b"-----BEGIN EC PRIVATE KEY-----\n", "it has a private key, which no node may get"),
+        (None, f"{CA_FILE}: cannot read it: No such file"),
     ],
 )
-def test_a_wrong_ca(ready: Host, content: bytes, why: str) -> None:
-    ready.file(CA_FILE, content)
-    with pytest.raises(ConfigError, match=why):
-        inputs(ready)
-
-
-def test_a_missing_ca(ready: Host) -> None:
+def test_a_wrong_ca(ready: Host, content: bytes | None, why: str) -> None:
     ready.remove_file(CA_FILE)
-    with pytest.raises(ConfigError, match=f"{CA_FILE}: cannot read it: No such file"):
+    if content is not None:
+        ready.file(CA_FILE, content)
+    with pytest.raises(ConfigError, match=why):
         inputs(ready)
 
 

@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.host.provision.node_files import (
-    BOOTSTRAP_KUBECONFIG,
-    CA_FILE,
-    CERTIFICATE,
-    CONFIGURATION,
-    KUBECONFIG,
-    UNITS,
-    NodeInputs,
-    node_files,
-)
+from agent.host.provision.node_files import BOOTSTRAP_KUBECONFIG, CONFIGURATION, UNITS, NodeInputs, node_files
 from agent.host.provision.node_files import MAIN as CONTAINERD
 from agent.machine.containerd_tables import CRI_2, Configuration, problems, render
 from agent.model.node import NodeFile
@@ -30,6 +21,7 @@ from tests.fakes.node_settings import CA, node_settings
 
 COMMAND = f"{UNITS}/kubelet.service.d/99-unbounded-agent.conf"
 INPUTS = NodeInputs("gpu-1", "10.0.0.7", CA)
+OWN = NodeInputs("gpu-1", "", CA, own_network=True)
 
 
 def made(inputs: NodeInputs = INPUTS, **settings: Any) -> Mapping[str, NodeFile]:  # noqa: ANN401
@@ -63,44 +55,15 @@ def test_the_files_are_these() -> None:
     expect_golden("node-files.txt", "\n".join(blocks))
 
 
-def test_the_bootstrap_kubeconfig_names_server_ca_and_token() -> None:
-    kubeconfig = json.loads(made()[BOOTSTRAP_KUBECONFIG].content)
-    (cluster,), (user,) = kubeconfig["clusters"], kubeconfig["users"]
-    assert cluster["cluster"] == {"server": "https://10.0.0.1:6443", "certificate-authority": CA_FILE}
-    # The host puts it there, and takes it away after the join: the root file system never has it.
-    assert user["user"] == {"tokenFile": "/run/unbounded-agent/handoff/bootstrap-token"}
-    assert made()[CA_FILE].content == CA
-
-
-def test_a_program_gives_the_credential_instead_of_a_token() -> None:
-    files = made(NodeInputs("gpu-1", "", CA), exec_credential=["/usr/bin/login", "--node", "a b"])
-    (user,) = json.loads(files[BOOTSTRAP_KUBECONFIG].content)["users"]
-    assert user["user"]["exec"]["command"] == "/usr/bin/login"
-    assert user["user"]["exec"]["args"] == ["--node", "a b"]
-
-
-@pytest.mark.parametrize("argument", ["\U0001f3ae", "\\ud83c\\udfae", "\u65e5 \x7f \x85 \u2028 \ufeff \uffff"])
-def test_the_kubelet_reads_its_files_as_yaml(argument: str) -> None:
+@pytest.mark.parametrize("argument", ["a b", "\U0001f3ae", "\\ud83c\\udfae", "\u65e5 \x7f \x85 \u2028 \ufeff \uffff"])
+def test_a_program_gives_the_credential_and_the_kubelet_reads_its_files_as_yaml(argument: str) -> None:
     """YAML has neither JSON's pairs of escapes for characters above U+FFFF, nor all other characters as they are."""
     kubelet = {"configuration": {"x": argument}}
     files = made(exec_credential=["/usr/bin/login", argument], bootstrap_token="", kubelet=kubelet)
     (user,) = yaml.load(files[BOOTSTRAP_KUBECONFIG].content, yaml.CSafeLoader)["users"]
-    assert user["user"]["exec"]["args"] == [argument]
+    assert (user["user"]["exec"]["command"], user["user"]["exec"]["args"]) == ("/usr/bin/login", [argument])
     assert yaml.load(files[CONFIGURATION].content, yaml.CSafeLoader)["x"] == argument
     assert json.loads(files[CONFIGURATION].content)["x"] == argument
-
-
-def test_the_certificate_shows_that_a_node_has_joined() -> None:
-    """The kubeconfig does not show that a kubelet has joined: it writes that before it has a certificate."""
-    files = made()
-    service = files[f"{UNITS}/unbounded-agent-joined.service"].content.decode()
-    first, then = (line for line in service.splitlines() if line.startswith("ExecStart"))
-    # The kubelet registers the Node after it has the certificate.
-    assert first.startswith("ExecStartPre=")
-    assert "get --raw=/api/v1/nodes/" in first
-    assert then.startswith("ExecStart=")
-    assert f"PathExists={CERTIFICATE}" in files[f"{UNITS}/unbounded-agent-joined.path"].content.decode()
-    assert "unbounded-agent-joined.path" in files[f"{UNITS}/multi-user.target.d/50-kubelet.conf"].content.decode()
 
 
 @pytest.mark.processes
@@ -109,89 +72,42 @@ def test_the_unit_that_reports_the_join_has_limits_and_a_sandbox(tmp_path: Path)
         pytest.skip("systemd-analyze is not installed (apt install systemd)")
     unit = tmp_path / "unbounded-agent-joined.service"
     unit.write_bytes(made()[f"{UNITS}/{unit.name}"].content)
-    assert "\nMemoryMax=" in unit.read_text()
-    assert "\nTasksMax=" in unit.read_text()
     argv = [analyze, "security", "--offline=yes", "--no-pager", "--threshold=37", str(unit)]
     finished = subprocess.run(argv, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-def test_the_command_of_the_kubelet() -> None:
-    files = made(kubelet={"labels": {"b": "2", "example.com/a": "1"}})
-    assert arguments(files) == [
-        f"--config={CONFIGURATION}",
-        f"--kubeconfig={KUBECONFIG}",
-        f"--bootstrap-kubeconfig={BOOTSTRAP_KUBECONFIG}",
-        "--hostname-override=gpu-1",
-        "--node-ip=10.0.0.7",
-        "--node-labels=b=2,example.com/a=1",
-    ]
-
-
 def test_settings_override_the_labels_that_the_host_knows() -> None:
     inputs = NodeInputs("gpu-1", "", CA, labels={"gpu": "yes", "rack": "unknown"})
-    assert arguments(made(inputs, kubelet={"labels": {"rack": "7"}}))[-1] == "--node-labels=gpu=yes,rack=7"
+    *others, last = arguments(made(inputs, kubelet={"labels": {"rack": "7"}}))
+    assert last == "--node-labels=gpu=yes,rack=7"
+    assert not [each for each in others if "node-ip" in each], "a kubelet without a known address finds its own"
 
 
-def test_a_kubelet_without_a_known_address_finds_its_own() -> None:
-    assert not [each for each in arguments(made(NodeInputs("gpu-1", "", CA))) if "node-ip" in each]
-
-
-def test_only_a_network_of_its_own_needs_an_address() -> None:
-    unit = f"{UNITS}/multi-user.target.d/50-network.conf"
-    own = made(NodeInputs("gpu-1", "", CA, own_network=True))
-    assert b"\nWants=systemd-networkd.service\n" in own[unit].content
-    assert unit not in made()
-
-
-def test_the_whole_configuration_of_the_kubelet() -> None:
-    """As the kubelet spells it, whatever our own names for it are."""
-    assert kubelet_configuration() == {
-        "apiVersion": "kubelet.config.k8s.io/v1beta1",
-        "kind": "KubeletConfiguration",
-        "authentication": {
-            "anonymous": {"enabled": False},
-            "webhook": {"enabled": True},
-            "x509": {"clientCAFile": "/etc/kubernetes/pki/ca.crt"},
-        },
-        "authorization": {"mode": "Webhook"},
-        "cgroupDriver": "systemd",
-        "clusterDNS": ["10.96.0.10"],
-        "clusterDomain": "cluster.local",
-        "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
-        "failSwapOn": True,
-        "protectKernelDefaults": True,
-        "registerWithTaints": [],
-        "rotateCertificates": True,
-    }
+def test_only_a_network_of_its_own_needs_an_address_and_forwards() -> None:
+    own, shared = made(OWN), made()
+    for path, line in {
+        f"{UNITS}/multi-user.target.d/50-network.conf": b"\nWants=systemd-networkd.service\n",
+        "/etc/sysctl.d/90-unbounded-agent.conf": b"-net.ipv4.ip_forward = 1\n",
+    }.items():
+        assert line in own[path].content
+        assert path not in shared
 
 
 def test_certificates_are_rotated_and_taints_are_registered() -> None:
-    found = kubelet_configuration(
-        kubelet={"taints": ["a=b:NoSchedule", "c:NoExecute"], "startup_taint": "example.com/not-ready:NoSchedule"}
-    )
+    found = kubelet_configuration(kubelet={"taints": ["a=b:NoSchedule", "c:NoExecute"]})
     assert found["rotateCertificates"]
     # Kubernetes approves no request for a server's certificate by itself, and `kubectl logs` would fail until then.
     assert "serverTLSBootstrap" not in found
-    assert found["registerWithTaints"] == [
-        {"key": "a", "value": "b", "effect": "NoSchedule"},
-        {"key": "c", "value": "", "effect": "NoExecute"},
-        {"key": "example.com/not-ready", "value": "", "effect": "NoSchedule"},
-    ]
+    assert found["registerWithTaints"][1] == {"key": "c", "value": "", "effect": "NoExecute"}
 
 
 def test_fields_of_the_settings_are_laid_over_the_agents() -> None:
-    overlay = {
-        "maxPods": 42,
-        "authentication": {"webhook": {"cacheTTL": "1m"}, "anonymous": {"enabled": True}},
-        "evictionHard": {"memory.available": "1Gi"},
-    }
-    found = kubelet_configuration(kubelet={"configuration": overlay})
-    assert found["maxPods"] == 42
-    assert found["authentication"]["webhook"] == {"enabled": True, "cacheTTL": "1m"}
-    assert found["authentication"]["anonymous"] == {"enabled": True}
-    assert found["authentication"]["x509"] == {"clientCAFile": CA_FILE}
-    assert found["evictionHard"] == {"memory.available": "1Gi"}
+    authentication = {"webhook": {"cacheTTL": "1m"}, "anonymous": {"enabled": True}}
+    overlay = {"maxPods": 42, "authentication": authentication, "evictionHard": {"memory.available": "1Gi"}}
+    plain, found = kubelet_configuration(), kubelet_configuration(kubelet={"configuration": overlay})
+    laid = {**plain["authentication"], **authentication, "webhook": {"enabled": True, "cacheTTL": "1m"}}
+    assert found == {**plain, **overlay, "authentication": laid}
 
 
 def test_the_kubelet_accepts_swap_only_if_the_host_keeps_it() -> None:
@@ -200,8 +116,9 @@ def test_the_kubelet_accepts_swap_only_if_the_host_keeps_it() -> None:
 
 
 def test_mirrors_are_tried_before_the_registry() -> None:
+    plain, proxy = "https://b.example.com", "https://harbor.example.com/v2/cache"
     mirrors = {
-        "docker.io": ["https://b.example.com", "https://harbor.example.com/v2/cache"],
+        "docker.io": [plain, proxy],
         "registry.example.com:5000": ["http://10.0.0.9"],
         "_default": ["https://a.example.com"],
     }
@@ -211,13 +128,15 @@ def test_mirrors_are_tried_before_the_registry() -> None:
         for path, file in files.items()
         if path.endswith("/hosts.toml")
     }
-    assert hosts["docker.io"]["server"] == "https://registry-1.docker.io"
-    assert list(hosts["docker.io"]["host"]) == ["https://b.example.com", "https://harbor.example.com/v2/cache"]
+    assert {name: each.get("server") for name, each in hosts.items()} == {
+        "docker.io": "https://registry-1.docker.io",
+        "registry.example.com:5000": "https://registry.example.com:5000",
+        "_default": None,
+    }
+    found = hosts["docker.io"]["host"]
+    assert list(found) == [plain, proxy]
     # Else containerd would ask for /v2/cache/v2/...
-    assert hosts["docker.io"]["host"]["https://harbor.example.com/v2/cache"]["override_path"]
-    assert "override_path" not in hosts["docker.io"]["host"]["https://b.example.com"]
-    assert hosts["registry.example.com:5000"]["server"] == "https://registry.example.com:5000"
-    assert "server" not in hosts["_default"]
+    assert [found[each].get("override_path") for each in found] == [None, True]
     main = tomllib.loads(files[CONTAINERD].content.decode())
     assert main["plugins"][CRI_2]["sandbox_image"] == 'odd"name'
 
@@ -234,10 +153,3 @@ def test_the_machine_half_keeps_every_setting_of_containerd() -> None:
     cri = drop_in["plugins"][CRI_2]
     assert cri["cni"]["bin_dir"] == "/opt/cni/bin"
     assert cri["containerd"]["runtimes"]["gpu"]["options"] == {"SystemdCgroup": True, "BinaryName": handler.binary}
-
-
-def test_a_machine_with_its_own_network_forwards_in_it() -> None:
-    own = NodeInputs("gpu-1", "", CA, own_network=True)
-    path = "/etc/sysctl.d/90-unbounded-agent.conf"
-    assert b"-net.ipv4.ip_forward = 1" in made(own)[path].content
-    assert path not in made()

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from agent.config.settings import ImageSettings
 from agent.host.provision.network import NO_LEFTOVERS, Leftovers
-from agent.host.provision.node_files import NodeRecord
+from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.provision.plan import (
     ChangeHost,
     DisableUnit,
@@ -27,7 +27,9 @@ from agent.host.provision.plan import (
     RestoreHost,
     StageRoot,
     StopMachine,
+    made_nodes,
     must_make_root,
+    observe_node,
     plan_all,
     plan_boot,
     plan_forgetting,
@@ -35,10 +37,14 @@ from agent.host.provision.plan import (
     plan_removal,
     plan_restoration,
     plan_root,
+    since_found,
 )
 from agent.model.errors import AgentError
 from agent.model.facts import Absent, Broken, Unseen
-from agent.model.node import Check, HostSettings, HostState, Link, NodeBinary, NodeFile, NodeImage
+from agent.model.node import Check, FoundFile, HostSettings, HostState, Link, NodeBinary, NodeFile, NodeImage
+from agent.model.paths import PARTIAL, cordoned_file, staged_root
+from agent.model.typed_json import Base64
+from tests.fakes.host import Host
 from tests.fakes.provisioned import FOUND, NETWORK
 
 DIGEST = "sha256:" + "a1" * 32
@@ -159,10 +165,13 @@ def test_what_a_further_node_changes_is_added_to_the_record() -> None:
 
 
 @pytest.mark.parametrize("found", [Broken("damaged"), Unseen("no permission"), Absent("lost")])
-def test_a_lost_record_is_not_replaced_by_the_changed_host(found: Broken | Unseen | Absent) -> None:
-    facts = replace(HOST, found=found, others=("gpu-node",))
+def test_nobody_guesses_how_the_host_was(found: Broken | Unseen | Absent) -> None:
+    """A lost record is not replaced by the changed host."""
     with pytest.raises(AgentError, match="how the host was before its first node"):
-        plan_host(SETTINGS, facts, 5.0, changes=True)
+        plan_host(SETTINGS, replace(HOST, found=found, others=("gpu-node",)), 5.0, changes=True)
+    if not isinstance(found, Absent):
+        with pytest.raises(AgentError, match="how the host was before its first node"):
+            plan_restoration(replace(HOST, found=found), NO_LEFTOVERS)
 
 
 # ---- what reset does
@@ -242,12 +251,56 @@ def test_reset_also_undoes_an_up_that_had_only_begun_to_change_the_host(now: dic
     assert plan_restoration(replace(facts, state=found), NO_LEFTOVERS) == ()
 
 
-def test_reset_refuses_to_guess_how_the_host_was() -> None:
-    for found in (Broken("damaged"), Unseen("no permission")):
-        with pytest.raises(AgentError):
-            plan_restoration(replace(HOST, found=found), NO_LEFTOVERS)
-
-
 def test_the_records_go_last() -> None:
     assert plan_forgetting("gpu-node", HOST) == (ForgetNode("gpu-node"), ForgetHost())
     assert plan_forgetting("gpu-node", replace(HOST, others=("other",))) == (ForgetNode("gpu-node"),)
+
+
+BRIDGED = {**FOUND.host.sysctls, "net.bridge.bridge-nf-call-iptables": "1"}
+OURS = FoundFile(Base64(b"ours"), 0o644)
+
+
+@pytest.mark.parametrize(
+    ("now", "sentences"),
+    [
+        ({"sysctls": BRIDGED, "modules": {"overlay": True, "br_netfilter": True}}, ()),
+        ({"sysctls": {**BRIDGED, "kernel.panic": "10"}}, ("kernel.panic is 10, and was 0",)),
+        ({"sysctls": {**BRIDGED, "kernel.panic": None}}, ("kernel.panic does not exist, and was 0",)),
+        ({"swaps": ()}, ("/dev/sda2 is no longer used as swap",)),
+        ({"files": {"/etc/a": OURS, "/etc/b": None}}, ("/etc/a still exists", "/etc/b is not as it was")),
+    ],
+)
+def test_each_difference_is_a_sentence(now: dict[str, Any], sentences: tuple[str, ...]) -> None:
+    """Modules, and parameters that they brought, may stay."""
+    assert since_found(FOUND.host, replace(FOUND.host, **now)) == sentences
+
+
+# ---- what both see of machines whose names end in what the agent appends to names
+
+
+NAMES = ("x", "x.copy", "x.copy.copy", "x.cordoned", "x.json", "x.unbounded-agent-y")
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+def test_each_node_has_its_own_record(host: Host, copy: int) -> None:
+    """Also when one copy is lost."""
+    for name in NAMES:
+        NODE_RECORDS.write(record_paths(name), replace(RECORD, node=name), host)
+        host.file(cordoned_file(name), name)
+    for name in NAMES:
+        host.remove(record_paths(name)[copy])
+    assert made_nodes(host) == NAMES
+    assert [observe_node(name, host).record for name in NAMES] == [replace(RECORD, node=name) for name in NAMES]
+    for path in record_paths("x"):
+        host.remove(path)
+    assert made_nodes(host) == NAMES[1:]
+    assert isinstance(observe_node("x", host).record, Absent), "not another's"
+
+
+@pytest.mark.parametrize("suffix", ["", PARTIAL])
+def test_each_machine_has_its_own_unfinished_files(host: Host, suffix: str) -> None:
+    """Even if the next attempt makes the machine from another image, or there is none."""
+    staged = {name: staged_root(name, DIGEST) + suffix for name in NAMES}
+    for path in staged.values():
+        host.make_directory(f"{path}/image/blobs")
+    assert {name: observe_node(name, host).staged for name in NAMES} == {name: (staged[name],) for name in NAMES}

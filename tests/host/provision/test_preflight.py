@@ -8,20 +8,22 @@ import pytest
 
 from agent.config.settings import NodeSettings
 from agent.host.provision.preflight import (
+    NETWORKD,
     PROGRAMS,
     check_binaries,
     check_disk,
     check_host,
+    check_network,
     check_server,
     checked,
 )
 from agent.model.errors import AgentError
-from agent.model.facts import Facts
 from agent.model.node import Check, NodeBinary
 from agent.model.paths import MACHINE_ROOTS
 from agent.system.http import Answer
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
+from tests.fakes.node_settings import config
 
 SERVER, CA, TOKEN = "https://192.0.2.1:6443", "/etc/kubernetes/ca.crt", "/etc/unbounded-agent/token"
 SECRET = "abcdef.0123456789abcdef"
@@ -47,25 +49,13 @@ class Server:
 
     def __init__(self, result: Answer | Exception) -> None:
         self.result = result
-        self.asked: list[tuple[str, str, bytes, str]] = []
+        self.asked: list[tuple[str, bytes, str]] = []
 
-    def __call__(self, url: str, *, method: str = "GET", ca: bytes = b"", token: str = "") -> Answer:
-        self.asked.append((method, url, ca, token))
+    def __call__(self, url: str, *, ca: bytes = b"", token: str = "") -> Answer:
+        self.asked.append((url, ca, token))
         if isinstance(self.result, Exception):
             raise self.result
         return self.result
-
-
-def prepare(host: Host) -> None:
-    """Add what a node needs of its host."""
-    host.file("/sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory hugetlb pids rdma misc\n")
-    host.file("/proc/meminfo", "MemTotal:       16000000 kB\nMemFree: 1 kB\n")
-    for name in PROGRAMS:
-        host.file(f"/usr/bin/{name}", executable=True)
-
-
-def facts(host: Host) -> Facts:
-    return reconciler(host).preview()[0]
 
 
 def failed(checks: list[Check]) -> dict[str, str]:
@@ -80,15 +70,13 @@ def test_a_good_server_accepts_the_token_over_its_own_ca(host: Host) -> None:
     checks = check_server(settings(), host, server)
     assert [check.name for check in checks] == ["token", "server", "token", "clock"]
     assert failed(checks) == {}
-    assert server.asked == [("GET", f"{SERVER}/api", b"PEM", SECRET)]
+    assert server.asked == [(f"{SERVER}/api", b"PEM", SECRET)]
 
 
-def test_an_error_of_the_server_does_not_say_that_it_accepts_the_token(host: Host) -> None:
-    told = [check.message for check in check_server(settings(), host, Server(Answer(503, None)))]
-    assert told
-    assert "the API server accepts the bootstrap token" not in told
-    told = [check.message for check in check_server(settings(), host, Server(Answer(403, None)))]
-    assert "the API server accepts the bootstrap token" in told
+@pytest.mark.parametrize(("status", "accepted"), [(503, False), (403, True)])
+def test_an_error_of_the_server_does_not_say_that_it_accepts_the_token(host: Host, status: int, accepted: bool) -> None:
+    told = [check.message for check in check_server(settings(), host, Server(Answer(status, None)))]
+    assert ("the API server accepts the bootstrap token" in told) is accepted
 
 
 def test_without_a_token_only_the_server_is_checked(host: Host) -> None:
@@ -136,16 +124,14 @@ def test_a_missing_ca_is_named(host: Host) -> None:
     assert CA in failed(check_server(settings(), host, Server(Answer(200, None))))["ca_file"]
 
 
-# ---- programs and disk
+# ---- programs, disk and network
 
 
 def test_binaries_are_looked_for_where_they_will_be_fetched(host: Host) -> None:
     wanted = (NodeBinary("kubelet", "/srv/kubelet", "b2" * 32, "/usr/x"),)
     assert "/srv/kubelet: no such file" in checked("binaries", lambda: check_binaries(wanted, host)).message
     host.file("/srv/kubelet")
-    found = checked("binaries", lambda: check_binaries(wanted, host))
-    assert found.passed
-    assert found.message == "can be fetched: kubelet"
+    assert checked("binaries", lambda: check_binaries(wanted, host)) == Check("binaries", "can be fetched: kubelet")
 
 
 def test_a_full_disk_is_noticed_before_the_image_is_pulled(host: Host) -> None:
@@ -154,24 +140,53 @@ def test_a_full_disk_is_noticed_before_the_image_is_pulled(host: Host) -> None:
         check_disk(1 << 60, host)
 
 
+@pytest.mark.parametrize(
+    ("state", "nspawn", "passed"),
+    [
+        ("active", {"virtual_ethernet": True}, True),
+        ("inactive", {"virtual_ethernet": True}, False),
+        ("failed", {"virtual_ethernet": True}, False),
+        ("inactive", {}, None),
+        ("inactive", {"extra": {"Network": {"Bridge": "br0"}}}, None),
+        ("inactive", {"extra": {"Network": {"MACVLAN": "eth0"}}}, None),
+    ],
+)
+def test_somebody_must_give_a_network_of_its_own_addresses(
+    host: Host, state: str, nspawn: dict[str, object], passed: bool | None
+) -> None:
+    """The host's network needs nothing, and a named network has addresses of its own."""
+    host.bus.unit(NETWORKD, state)
+    checks = check_network("gpu", config(gpu={"nspawn": nspawn}).machines["gpu"], host)
+    assert [each.passed for each in checks] == ([] if passed is None else [passed])
+    advised = [each for each in checks if not each.required]
+    assert [each.passed for each in advised] == [False] * (passed is False), "the node joins all the same"
+    assert all("systemctl enable --now systemd-networkd" in each.advice for each in advised)
+
+
 # ---- the host
 
 
-def test_a_good_host(gpu_host: Host) -> None:
-    prepare(gpu_host)
-    assert failed(check_host(facts(gpu_host), gpu_host, makes_root=True)) == {}
-
-
-def test_everything_that_is_wrong_is_said_at_once(gpu_host: Host) -> None:
+def test_everything_that_is_wrong_with_a_host_is_said_at_once(gpu_host: Host) -> None:
     gpu_host.file("/proc/meminfo", "MemTotal:  500000 kB\n")
     gpu_host.remove("/usr/lib/systemd/system/systemd-nspawn@.service")
-    found = failed(check_host(facts(gpu_host), gpu_host, makes_root=True))
+    facts = reconciler(gpu_host).preview()[0]
+    found = failed(check_host(facts, gpu_host, makes_root=True))
     assert set(found) == {"systemd", "cgroups", "memory", "programs"}
     assert "apt install skopeo umoci systemd-container kmod mount`" in found["programs"]
-    assert "programs" not in failed(check_host(facts(gpu_host), gpu_host, makes_root=False))
+    assert "programs" not in failed(check_host(facts, gpu_host, makes_root=False))
 
 
-def test_a_missing_controller_is_named(gpu_host: Host) -> None:
-    prepare(gpu_host)
-    gpu_host.file("/sys/fs/cgroup/cgroup.controllers", "cpuset cpu io pids")
-    assert "missing: memory" in failed(check_host(facts(gpu_host), gpu_host, makes_root=False))["cgroups"]
+@pytest.mark.parametrize(
+    ("controllers", "wrong"),
+    [
+        ("cpuset cpu io memory hugetlb pids rdma misc", []),
+        ("cpuset cpu io pids", ["cgroup controllers are missing: memory"]),
+    ],
+)
+def test_a_missing_controller_is_named(gpu_host: Host, controllers: str, wrong: list[str]) -> None:
+    gpu_host.file("/sys/fs/cgroup/cgroup.controllers", f"{controllers}\n")
+    gpu_host.file("/proc/meminfo", "MemTotal:       16000000 kB\nMemFree: 1 kB\n")
+    for name in PROGRAMS:
+        gpu_host.file(f"/usr/bin/{name}", executable=True)
+    checks = check_host(reconciler(gpu_host).preview()[0], gpu_host, makes_root=True)
+    assert [check.message for check in checks if not check.passed] == wrong
