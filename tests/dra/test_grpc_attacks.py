@@ -27,7 +27,7 @@ from agent.dra.grpc import Call, Code, Connection, ConnectionLostError, RpcError
 from agent.dra.grpc_server import Limits, Server
 from tests.fakes import grpc_process
 from tests.fakes.grpc_process import ECHO
-from tests.fakes.grpc_serving import HELD, LIMITS, LONG, METHODS, asking, connected, serving
+from tests.fakes.grpc_serving import HELD, LIMITS, LONG, METHODS, asking, connected, memory, serving
 from tests.fakes.waiting import wait_for
 
 
@@ -336,12 +336,6 @@ class Flood:
 PEAK = 48_000
 """KiB that a server may use more than at its start: 15 MiB of what clients send or do not take, which Python may keep
 twice for a moment, and its own."""
-
-
-def memory(process: int, field: str) -> int:
-    """Return KiB of memory: VmRSS is what a process has now, VmHWM what it had at most (proc_pid_status(5))."""
-    fields = dict(line.split(":") for line in Path(f"/proc/{process}/status").read_text().splitlines())
-    return int(fields[field].split()[0])
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from agent.dra.kubelet import (
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
 from tests.fakes.dra_node import GPUS, NODE, claim, reference
-from tests.fakes.grpc_serving import serve, this_process
+from tests.fakes.grpc_serving import memory, serve, this_process
 from tests.fakes.kubelet_api import make, read
 from tests.fakes.waiting import wait_for
 
@@ -75,20 +75,13 @@ def test_only_the_kubelet_may_connect(listener: socket.socket) -> None:
         other.wait()
         assert peer.pidfd < 0
         assert peer.refusal(connection).endswith("and no kubelet runs as a service of this machine")
+        peer.follow(other.pid)
+        assert not peer.is_followed(other.pid)
         peer.follow(os.getpid())
         assert peer.refusal(connection) == ""
         peer.close()
         assert peer.refusal(connection)
         connection.close()
-
-
-def test_a_process_that_does_not_run_is_not_followed() -> None:
-    peer = KubeletPeer()
-    with sleeping() as ended:
-        pass
-    peer.follow(ended.pid)
-    assert peer.pidfd < 0
-    assert not peer.is_followed(ended.pid)
 
 
 def test_root_in_a_pod_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -109,7 +102,7 @@ def test_a_process_whose_id_the_kubelet_gets_is_refused(listener: socket.socket)
     """The process connects and ends, another process keeps its connection open, and a new kubelet gets its id."""
     path = listener.getsockname()
     peer = KubeletPeer()
-    for _ in range(200):
+    for _ in range(100):
         first = subprocess.Popen([sys.executable, "-c", f"{CONNECT} s.recv(1)", path])
         connection = listener.accept()[0]
         first.send_signal(signal.SIGKILL)
@@ -129,16 +122,11 @@ def test_a_process_whose_id_the_kubelet_gets_is_refused(listener: socket.socket)
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FILLED = some.text(min_size=1, max_size=40)
-
-
-def device(name: str, health: Health, message: str) -> Device:
-    return Device(name, "vendor", (), "", health=health, health_message=message)
 
 
 def test_a_long_health_message_is_cut_between_characters() -> None:
     """The kubelet would cut it after 1021 bytes, and a pod's status cannot have half a character."""
-    data = encode_health("node", [device("gpu", Health.UNHEALTHY, "€" * 400)], 1)
+    data = encode_health("node", [Device("gpu", "vendor", (), "", health_message="€" * 400)], 1)
     message = read("NodeWatchResourcesResponse", data).devices[0].message
     assert len(message.encode()) <= HEALTH_MESSAGE_LIMIT
     assert message == "€" * 340 + "..."
@@ -147,46 +135,6 @@ def test_a_long_health_message_is_cut_between_characters() -> None:
 @given(some.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     with contextlib.suppress(RpcError):
-        decode_claims(data)
-
-
-@given(some.lists(some.tuples(FILLED, FILLED, FILLED), min_size=1, max_size=3), some.data())
-def test_damaged_messages_are_read_or_refused(claims: list[tuple[str, str, str]], data: some.DataObject) -> None:
-    request = bytearray(
-        make(
-            "NodePrepareResourcesRequest",
-            claims=[dict(zip(("namespace", "name", "uid"), each, strict=True)) for each in claims],
-        )
-    )
-    place = data.draw(some.integers(0, len(request) - 1))
-    request[place] = data.draw(some.integers(0, 255))
-    with contextlib.suppress(RpcError):
-        decode_claims(bytes(request))
-
-
-def test_unknown_fields_are_skipped() -> None:
-    """A newer kubelet may send more: an integer, a text, and numbers of 32 and 64 bits."""
-    newer = (
-        make("Claim", namespace="n", name="c", uid="u") + b"\x50\x05" + b"\x4a\x03new" + b"\x5d1234" + b"\x6112345678"
-    )
-    assert decode_claims(b"\x18\x01\x0a" + bytes([len(newer)]) + newer) == (ClaimReference("n", "c", "u"),)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x00\x0a\x00",
-        b"\x0f",
-        b"\x0a\x05abc",
-        b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f",
-        b"\x08" + b"\x80" * 10 + b"\x01",
-        b"\x08\x80",
-        b"\x0d\x01",
-    ],
-    ids=("field 0", "wire type 7", "cut off", "huge length", "endless integer", "cut integer", "cut number"),
-)
-def test_malformed_messages_are_refused(data: bytes) -> None:
-    with pytest.raises(RpcError, match="malformed"):
         decode_claims(data)
 
 
@@ -399,15 +347,6 @@ def test_removed_sockets_are_made_again(plugin: DriverPlugin, kubelet: Path) -> 
     assert not any(path.exists() for path in sockets(kubelet))
 
 
-def make_directory(path: Path) -> None:
-    path.mkdir()
-    (path / "file").touch()
-
-
-def make_link(path: Path) -> None:
-    path.symlink_to("/nowhere/at/all")
-
-
 def make_socket(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
     foreign = socket.socket(socket.AF_UNIX, kind)
     foreign.bind(str(path))
@@ -420,9 +359,9 @@ def make_socket(path: Path, kind: socket.SocketKind = socket.SOCK_STREAM) -> soc
 @pytest.mark.parametrize(
     "make_foreign",
     [
-        make_directory,
+        lambda path: (path / "full").mkdir(parents=True),
         Path.touch,
-        make_link,
+        lambda path: path.symlink_to("/nowhere/at/all"),
         os.mkfifo,
         make_socket,
         functools.partial(make_socket, kind=socket.SOCK_DGRAM),
@@ -557,7 +496,7 @@ def test_kill_9_at_any_time(driver: Driver) -> None:
     driver.allocate("a", GPUS[0])
     driver.allocate("b", GPUS[1])
     driver.allocate("c", GPUS[0])
-    for number in range(5):
+    for number in range(3):
         assert ask(driver.sockets[1], PREPARE, reference("a"))["uid-of-a"].error == ""
         method = UNPREPARE if number % 2 else PREPARE
         assert ask(driver.sockets[1], method, reference("b"))["uid-of-b"].error == ""
@@ -565,12 +504,6 @@ def test_kill_9_at_any_time(driver: Driver) -> None:
         driver.process.wait(LONG)
         driver.start()
         assert "cannot have" in ask(driver.sockets[1], PREPARE, reference("c"))["uid-of-c"].error
-
-
-def resident(process: int) -> int:
-    """Return the KiB of memory that a process has in use (proc_pid_status(5))."""
-    fields = dict(line.split(":") for line in Path(f"/proc/{process}/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0])
 
 
 @pytest.mark.processes
@@ -583,12 +516,12 @@ def test_memory(driver: Driver) -> None:
         for _ in range(3):
             streams.append(channel.unary_stream(METHODS[0])(b"", timeout=LONG))
             assert next(streams[-1])
-        for _ in range(200):
+        for _ in range(100):
             prepare(request, timeout=LONG)
-        first = resident(driver.process.pid)
-        for _ in range(1500):
+        first = memory(driver.process.pid, "VmRSS")
+        for _ in range(700):
             prepare(request, timeout=LONG)
-        last = resident(driver.process.pid)
+        last = memory(driver.process.pid, "VmRSS")
         for stream in streams:
             stream.cancel()
     assert last < 64_000, f"{last} KiB, {first} KiB at first"
@@ -604,10 +537,3 @@ def test_a_second_driver_leaves_the_first_one_alone(driver: Driver) -> None:
     assert "dra/lock: another process offers this node's GPUs" in finished.stderr
     driver.allocate("a", GPUS[0])
     assert ask(driver.sockets[1], PREPARE, reference("a"))["uid-of-a"].error == ""
-
-
-@pytest.mark.processes
-def test_a_stopped_driver_leaves_no_socket(driver: Driver) -> None:
-    (driver.tree / "stop").touch()
-    assert driver.process.wait(LONG) == 0
-    assert not any(path.exists() for path in driver.sockets)

@@ -35,6 +35,7 @@ def test_a_change_is_a_generation(api: ApiServer, client: ApiClient) -> None:
     assert publisher.publish(HERE, [device(1), device(2, TAINT)]).tainted == ("gpu-002",)
     assert pools(api) == [(2, 2)]
     assert api.written == ["POST", "PUT"]
+    assert publisher.publish(Node(NODE, "uid-2"), [device(1), device(2, TAINT)]).written, "the Node was made again"
 
 
 def test_another_process_goes_on_from_what_is_there(api: ApiServer, client: ApiClient) -> None:

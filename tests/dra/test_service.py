@@ -61,16 +61,6 @@ def running(api: ApiServer, joined: DraMachine) -> DraMachine:
     return joined
 
 
-def test_the_slices_follow_the_documents(api: ApiServer, running: DraMachine) -> None:
-    for addresses, names in ((GPUS[:1], ["01"]), (GPUS[1:4], ["02", "03", "04"]), ((), []), (GPUS[:2], ["01", "02"])):
-        running.grant(*addresses)
-        until(f"{names} are offered", lambda names=names: offered(api) == names)  # type: ignore[misc]
-    generations = [
-        each["object"]["spec"]["pool"]["generation"] for _, _, each in api.events if "spec" in each["object"]
-    ]
-    assert generations == sorted(generations)
-
-
 def test_an_idle_service_wakes_up_only_for_changes(
     api: ApiServer, joined: DraMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,12 +154,6 @@ def test_pods_are_evicted_from_a_gpu_that_is_taken_by_force(
     assert asked() == 0
     api.answer = None
     until("the eviction is tried again", lambda: asked() > 2)
-
-
-def test_wiped_slices_are_written_again(api: ApiServer, running: DraMachine) -> None:
-    for _ in range(3):
-        api.wipe()
-        until("two GPUs are offered", lambda: offered(api) == ["01", "02"])
 
 
 def test_a_device_plugin_ends_the_offer_until_it_is_gone(api: ApiServer, running: DraMachine) -> None:
@@ -421,36 +405,6 @@ def test_a_status_that_cannot_be_written_is_logged_once(
     assert caplog.text.count("cannot write") == 1
     running.full.clear()
     until("it is there again", lambda: running.status.at > 0)
-
-
-def test_the_sockets_are_there_while_the_service_runs(running: DraMachine) -> None:
-    sockets = [
-        f"{running.kubelet}/plugins/gpu.unbounded-agent.io/dra.sock",
-        f"{running.kubelet}/plugins_registry/gpu.unbounded-agent.io-reg.sock",
-    ]
-    assert all(map(os.path.exists, sockets))
-    Path(sockets[1]).unlink()
-    until("it is there again", lambda: os.path.exists(sockets[1]))
-    running.stop()
-    assert not any(map(os.path.exists, sockets))
-
-
-def test_a_watch_without_a_thread_is_reported(
-    api: ApiServer, joined: DraMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The unit's limit of tasks may be reached (TasksMax=). systemd starts the service again."""
-    real = threading.Thread.start
-
-    def start(self: threading.Thread) -> None:
-        if self.name.startswith("watch "):
-            raise RuntimeError("can't start new thread")
-        real(self)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    joined.start()
-    until("the service has ended", lambda: joined.failure)
-    assert joined.status.reason == Reason.FAILED
-    assert "cannot watch /apis/" in joined.status.message
 
 
 PREFIX, HARMLESS = "vendor.com/", ("vendor.com/net*",)

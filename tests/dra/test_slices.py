@@ -1,12 +1,11 @@
 """ResourceSlice objects, and their comparison with what the API server has."""
 
 import copy
-from typing import Any
 
 import pytest
 
 from agent.dra.inventory import NUMA_NODE, Device, Taint
-from agent.dra.slices import Node, is_current, make_slices, own_slices, quantity, slice_name
+from agent.dra.slices import Node, make_slices, own_slices, quantity, slice_name
 from agent.model.contract import Effect
 from agent.vendors.dra_vendor import Attribute, Version
 
@@ -100,46 +99,6 @@ def test_only_slices_of_this_driver_and_node_count() -> None:
     listed = {"items": [*others, None, {}, {"metadata": {}, "spec": 1}, *reversed(own)]}
     assert own_slices(listed, "node") == own, "in the order in which they are made"
     assert own_slices({}, "node") == []
-
-
-def changed(item: dict[str, Any], **spec: object) -> dict[str, Any]:
-    return {**item, "spec": {**item["spec"], **spec}}
-
-
-def test_what_is_as_wanted_is_not_written_again() -> None:
-    wanted = make_slices(NODE, devices(2), 3)
-    assert is_current(wanted, copy.deepcopy(wanted), {})
-    assert is_current([], [], {})
-    assert not is_current(wanted, [], {})
-    assert not is_current([], wanted, {})
-    assert not is_current(wanted, [changed(wanted[0], devices=[])], {})
-    another = Node("node", "uid-2")
-    assert not is_current(make_slices(another, devices(2), 3), wanted, {}), "the Node was made again"
-
-
-def test_slices_of_several_generations_are_not_current() -> None:
-    wanted = make_slices(NODE, devices(129), 3)
-    old = copy.deepcopy(wanted)
-    old[1]["spec"]["pool"]["generation"] = 2
-    assert not is_current(wanted, old, {})
-
-
-def test_what_the_server_made_of_the_last_write_is_as_wanted() -> None:
-    wanted = make_slices(NODE, devices(1, TAINT), 3)
-    (stored,) = copy.deepcopy(wanted)
-    stored["spec"]["devices"][0]["taints"][0]["later"] = True
-    remembered = {
-        wanted[0]["metadata"]["name"]: tuple(
-            {
-                "owner": e["metadata"]["ownerReferences"],
-                "spec": {**e["spec"], "pool": {**e["spec"]["pool"], "generation": 0}},
-            }
-            for e in (wanted[0], stored)
-        )
-    }
-    assert not is_current(wanted, [stored], {})
-    assert is_current(wanted, [stored], remembered)  # type: ignore[arg-type]
-    assert not is_current(make_slices(NODE, devices(1), 3), [stored], remembered)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

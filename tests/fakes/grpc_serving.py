@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -31,6 +32,12 @@ DEFAULT = Limits()
 def serve(path: str, methods: Mapping[str, Method], limits: Limits = DEFAULT) -> Server:
     """Serve methods at a path."""
     return Server(ListeningSocket(*os.path.split(path)), methods, THIS_PROCESS.refusal, limits)
+
+
+def memory(process: int, field: str) -> int:
+    """Return the KiB of memory that a process has in use (proc_pid_status(5))."""
+    fields = dict(line.split(":") for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return int(fields[field].split()[0])
 
 
 LONG = 300.0

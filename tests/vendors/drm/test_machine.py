@@ -20,6 +20,7 @@ from agent.model.paths import MACHINE_STATE
 from agent.system.process import Completed
 from agent.vendors.drm import machine as drm
 from agent.vendors.drm.machine import AmdMachine, IntelMachine, parse_groups
+from agent.vendors.machine_vendor import MachineVendor
 from tests.fakes import machine as machine_root
 from tests.fakes.kubelet import Kubelet
 from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine, systemctl
@@ -82,6 +83,12 @@ def changes(machine: Machine) -> list[tuple[str, ...]]:
     return [call for call in machine.calls if call[0] not in ("systemctl", "ctr")]
 
 
+def run_changes_nothing(machine: Machine) -> None:
+    machine.calls.clear()
+    run(machine)
+    assert not changes(machine), "nothing is started where nothing changed"
+
+
 def settled(machine: Machine) -> None:
     run(machine)
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
@@ -90,6 +97,7 @@ def settled(machine: Machine) -> None:
 
 
 def test_a_machine_with_intel_alone_is_set_up(machine: Machine) -> None:
+    """CDI is off by default, so a drop-in turns it on. containerd reads none without a main file, which is made."""
     settled(machine)
     assert machine.conditions() == {
         "DevicesAllowed": ("True", "Opened"),
@@ -101,8 +109,12 @@ def test_a_machine_with_intel_alone_is_set_up(machine: Machine) -> None:
     }
     names = ("card0", FIRST, "card1", SECOND, "all")
     assert machine.report()["cdi_devices"] == [f"intel.com/gpu={name}" for name in names]
-    run(machine)
-    assert not changes(machine), "nothing is started where nothing changed"
+    drop_in = tomlkit.parse(machine.read_text("/etc/containerd/conf.d/99-cdi.toml")).unwrap()
+    table = drop_in["plugins"]["io.containerd.grpc.v1.cri"]
+    assert table == {"enable_cdi": True, "cdi_spec_dirs": ["/etc/cdi", "/var/run/cdi"]}
+    main = tomlkit.parse(machine.read_text("/etc/containerd/config.toml"))
+    assert main["imports"] == ["/etc/containerd/conf.d/*.toml"]
+    run_changes_nothing(machine)
 
 
 def test_the_spec_has_the_format_of_intels_tool(machine: Machine) -> None:
@@ -153,28 +165,12 @@ def test_a_containerd_without_support_for_groups_gets_none(machine: Machine, ver
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     why = f"containerd {version[1:]} does not support additionalGids (added in 1.7.16)"
     assert why in machine.message("CDISpecCurrent")
-    run(machine)
-    assert not changes(machine), "nothing is started where nothing changed"
+    run_changes_nothing(machine)
     machine.put("/usr/bin/containerd", "another build")
     machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v1.7.16"))
     run(machine)
     assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
     assert "additionalGids" not in machine.message("CDISpecCurrent")
-
-
-def test_the_version_is_read_from_the_containerd_that_would_start(machine: Machine) -> None:
-    """An earlier directory in PATH may have a dangling link of that name, which does not count."""
-    machine.make_directory("/usr/local/sbin")
-    machine.link("/usr/local/sbin/containerd", "/opt/containerd")
-    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v1.7.12"))
-    run(machine)
-    assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
-
-
-def spawns_nothing(machine: Machine) -> None:
-    machine.calls.clear()
-    run(machine)
-    assert not changes(machine), "nothing is started where nothing changed"
 
 
 def replace_containerd(machine: Machine, before: str, after: str) -> None:
@@ -197,14 +193,14 @@ def test_a_running_containerd_whose_program_was_replaced_counts(machine: Machine
     running = "containerd 1.7.12 (it is still running: restart containerd.service)"
     why = f"{running} does not support additionalGids (added in 1.7.16)"
     assert why in machine.message("CDISpecCurrent")
-    spawns_nothing(machine)
+    run_changes_nothing(machine)
     machine.drop("/proc/77/exe")
     machine.link("/proc/78/exe", "/usr/bin/containerd")
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000, main_process=78))
     run(machine)
     assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
     assert "additionalGids" not in machine.message("CDISpecCurrent")
-    spawns_nothing(machine)
+    run_changes_nothing(machine)
 
 
 @pytest.mark.parametrize(
@@ -343,18 +339,10 @@ def test_what_the_handoff_no_longer_names_is_withdrawn(machine: Machine) -> None
 
 def test_a_removed_gpu_leaves_the_others_unchanged(machine: Machine) -> None:
     settled(machine)
-    one = INTEL._replace(gpus=(FIRST,), devices=card(0, FIRST))
-    machine.hand(one, EMPTY)
+    machine.hand(INTEL._replace(gpus=(FIRST,), devices=card(0, FIRST)), EMPTY)
     run(machine)
     assert list(devices(spec(machine, "intel"))) == ["card0", FIRST, "all"]
     assert machine.entries(BY_PATH) == (f"pci-{FIRST}-card", f"pci-{FIRST}-render")
-
-
-def test_a_foreign_link_is_left_alone(machine: Machine) -> None:
-    machine.make_directory(BY_PATH)
-    machine.link(f"{BY_PATH}/pci-0000:99:00.0-card", "../card9")
-    run(machine)
-    assert machine.read_link(f"{BY_PATH}/pci-0000:99:00.0-card") == "../card9"
 
 
 def test_a_changed_spec_is_repaired(machine: Machine) -> None:
@@ -369,13 +357,6 @@ def test_a_changed_spec_is_repaired(machine: Machine) -> None:
 # ---- containerd
 
 
-def test_cdi_needs_a_drop_in_if_it_is_off(machine: Machine) -> None:
-    run(machine)
-    drop_in = tomlkit.parse(machine.read_text("/etc/containerd/conf.d/99-cdi.toml")).unwrap()
-    table = drop_in["plugins"]["io.containerd.grpc.v1.cri"]
-    assert table == {"enable_cdi": True, "cdi_spec_dirs": ["/etc/cdi", "/var/run/cdi"]}
-
-
 def test_cdi_that_is_on_needs_no_drop_in(machine: Machine) -> None:
     """containerd 2 has it on, and so has a machine that had another vendor's GPUs: nothing is written or restarted."""
     main = '[plugins."io.containerd.cri.v1.runtime"]\nenable_cdi = true\ncdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]\n'
@@ -385,15 +366,6 @@ def test_cdi_that_is_on_needs_no_drop_in(machine: Machine) -> None:
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
     assert not machine.exists("/etc/containerd/conf.d")
-
-
-def test_a_machine_without_a_main_file_gets_one(machine: Machine) -> None:
-    """containerd reads no drop-in without it, whatever is on by default."""
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
-    assert tomlkit.parse(machine.read_text("/etc/containerd/config.toml"))["imports"] == [
-        "/etc/containerd/conf.d/*.toml"
-    ]
 
 
 def test_defaults_of_a_containerd_without_a_main_file_do_not_count(machine: Machine) -> None:
@@ -481,12 +453,6 @@ def both(machine: Machine) -> Machine:
     return machine
 
 
-def test_each_vendor_notes_its_own_nodes(both: Machine) -> None:
-    for request in (INTEL, AMD):
-        noted = Notes(both).load(f"{GRANTED}{request.vendor}")
-        assert sorted(noted) == sorted(device.path for device in request.devices)
-
-
 def test_a_handoff_that_cannot_be_read_again_withdraws_nothing(both: Machine) -> None:
     before = {name: Notes(both).load(f"{GRANTED}{name}") for name in ("intel", "amd")}
     without_one = AMD._replace(gpus=(), devices=())
@@ -522,54 +488,49 @@ def test_a_node_to_be_bound_again_is_reported_whatever_else_is_wrong(both: Machi
     assert first in both.message("DevicesAllowed"), "the other fault is told as well"
 
 
-def test_links_of_the_hosts_udev_stay_when_a_gpu_is_removed(machine: Machine) -> None:
-    """This matters if the host's whole /dev/dri is bound into the machine."""
+def test_links_that_the_agent_did_not_make_stay_when_a_gpu_is_removed(machine: Machine) -> None:
+    """This matters if the host's whole /dev/dri, with the links of its udev, is bound into the machine."""
     machine.make_directory(BY_PATH)
     machine.link(f"{BY_PATH}/pci-{SECOND}-card", "../card1")
+    machine.link(f"{BY_PATH}/pci-0000:99:00.0-card", "../card9")
     settled(machine)
     assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-render") == "../renderD129"
     machine.hand(INTEL._replace(gpus=(FIRST,), devices=card(0, FIRST)), EMPTY)
     run(machine)
     assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-card") == "../card1"
+    assert machine.read_link(f"{BY_PATH}/pci-0000:99:00.0-card") == "../card9"
     assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-render") is None
 
 
 # ---- verification
 
 
+LIVE = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
+
+
 def problems(document: Any, request: Request = INTEL) -> tuple[str, ...]:  # noqa: ANN401
-    live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
-    return drm.verify("intel.com/gpu", document, request, live, ()).problems
+    return drm.verify("intel.com/gpu", document, request, LIVE, ()).problems
 
 
 def document() -> dict[str, Any]:
-    live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
-    state = drm.MachineState(live, {"render": RENDER}, ())
+    state = drm.MachineState(LIVE, {"render": RENDER}, ())
     rendered = drm.render("intel.com/gpu", {FIRST: "card0", SECOND: "card1"}, INTEL, state)
     copied: dict[str, Any] = json.loads(json.dumps(rendered))
     return copied
 
 
-FAULTS: list[tuple[str, Any, str]] = [
-    ("path", "/dev/mem", "not granted"),
-    ("minor", 1, "has unexpected values"),
-    ("major", 226.0, "has unexpected values"),
-    ("minor", False, "has unexpected values"),
-    ("uid", 0.0, "has unexpected values"),
-    ("permissions", "rwm", "has unexpected values"),
-    ("hostPath", "/dev/sda", "has unexpected values"),
-    ("gid", "render", "has unexpected values"),
-    ("gid", True, "has unexpected values"),
-    ("gid", [HOST_RENDER], "has unexpected values"),
-    ("path", ["/dev/dri/card0"], "not granted"),
-    ("fileMode", 0o666, "has unexpected values"),
-]
-
-
-@pytest.mark.parametrize(("key", "value", "problem"), FAULTS)
-def test_a_node_that_is_not_what_was_granted_is_refused(key: str, value: object, problem: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("minor", 1), ("major", 226.0), ("minor", False), ("uid", 0.0), ("permissions", "rwm"), ("gid", "render"),
+        ("gid", True), ("gid", [HOST_RENDER]), ("hostPath", "/dev/sda"), ("fileMode", 0o666), ("path", "/dev/mem"),
+        ("path", ["/dev/dri/card0"]),
+    ],
+)  # fmt: skip
+def test_a_node_that_is_not_what_was_granted_is_refused(key: str, value: object) -> None:
     faulty = document()
     faulty["devices"][0]["containerEdits"]["deviceNodes"][0][key] = value
+    problem = "not granted" if key == "path" else "has unexpected values"
     assert any(problem in each for each in problems(faulty)), problems(faulty)
 
 
@@ -598,17 +559,13 @@ def test_a_spec_of_another_format_is_refused() -> None:
         assert problems(faulty), faulty
 
 
-def test_a_granted_gpu_that_is_not_in_the_spec_is_missing() -> None:
-    one = INTEL._replace(gpus=(FIRST,))
-    live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
-    rendered = drm.render("intel.com/gpu", {}, one, drm.MachineState(live, {}, ()))
-    verdict = drm.verify("intel.com/gpu", rendered, INTEL, live, ())
-    assert (verdict.problems, verdict.missing_gpus) == ((), (SECOND,))
-
-
-def test_a_node_with_another_number_is_refused() -> None:
+def test_what_was_granted_is_missing_or_has_another_number() -> None:
     renumbered = INTEL._replace(devices=tuple(each._replace(minor=each.minor + 1) for each in INTEL.devices))
     assert any("was granted" in each for each in problems(document(), renumbered))
+    state = drm.MachineState(LIVE, {}, ())
+    rendered = drm.render("intel.com/gpu", {}, INTEL._replace(gpus=(FIRST,)), state)
+    verdict = drm.verify("intel.com/gpu", rendered, INTEL, LIVE, ())
+    assert (verdict.problems, verdict.missing_gpus) == ((), (SECOND,))
 
 
 # ---- names and groups
@@ -616,9 +573,6 @@ def test_a_node_with_another_number_is_refused() -> None:
 
 def test_groups_by_name() -> None:
     assert parse_groups(GROUP) == {"root": 0, "video": VIDEO, "render": RENDER}
-
-
-def test_a_group_whose_number_int_refuses_is_left_out() -> None:
     assert parse_groups(f"many:x:{'9' * 5000}:\nsuper:x:²:\nvideo:x:{VIDEO}:\n") == {"video": VIDEO}
 
 
@@ -663,18 +617,21 @@ def test_a_spec_that_outranks_ours_is_named(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu"),
-    [("card0-0", FIRST), ("card1-7", SECOND), ("card1", SECOND), (FIRST, FIRST), ("card9-0", "card9"), ("all", "")],
+    ("vendor", "request_", "ids"),
+    [
+        (
+            IntelMachine(),
+            INTEL,
+            {"card0-0": FIRST, "card1-7": SECOND, "card1": SECOND, FIRST: FIRST, "card9-0": "card9"},
+        ),
+        (AmdMachine(), AMD, {THIRD: THIRD, "amdgpu_xcp_30": "", "0": "", "all": ""}),
+    ],
 )
-def test_ids_of_intels_plugin(name: str, gpu: str) -> None:
-    assert IntelMachine().gpu_of(name, INTEL) == gpu
+def test_ids_of_plugins(vendor: MachineVendor, request_: Request, ids: dict[str, str]) -> None:
+    assert {name: vendor.gpu_of(name, request_) for name in (*ids, "all")} == ids | {"all": ""}
 
 
-@pytest.mark.parametrize(("name", "gpu"), [(THIRD, THIRD), ("amdgpu_xcp_30", ""), ("0", ""), ("all", "")])
-def test_ids_of_amds_plugin(name: str, gpu: str) -> None:
-    assert AmdMachine().gpu_of(name, AMD) == gpu
-
-
+@pytest.mark.parametrize("monitoring", ["gpu.intel.com/i915_monitoring", "gpu.intel.com/monitoring"])
 @pytest.mark.parametrize(
     ("ids", "condition", "message"),
     [
@@ -688,31 +645,17 @@ def test_ids_of_amds_plugin(name: str, gpu: str) -> None:
     ],
 )
 def test_what_intels_plugin_advertises(
-    machine: Machine, ids: list[str], condition: tuple[str, str], message: str
+    machine: Machine, ids: list[str], condition: tuple[str, str], message: str, monitoring: str
 ) -> None:
-    """The plugin advertises cards, each in shares. It searches for GPUs every five seconds, and needs no restart."""
+    """The plugin advertises cards, each in shares. Its device for monitoring is no GPU of unknown id."""
     with ExitStack() as stack:
         kubelet = Kubelet(machine, stack)
         kubelet.listen(KUBELET_SOCKET)
         kubelet.listen(f"{PLUGINS}/gpu.intel.com-i915.sock")
-        registered = {"gpu.intel.com/i915": ids, "gpu.intel.com/i915_monitoring": ["all"]}
+        registered = {"gpu.intel.com/i915": ids, monitoring: ["all"]}
         kubelet.checkpoint(json.dumps({"Data": {"RegisteredDevices": registered}}))
         assert kubelet.condition() == condition
         assert message in kubelet.message()
-
-
-@pytest.mark.parametrize("resource", ["gpu.intel.com/i915_monitoring", "gpu.intel.com/monitoring"])
-def test_the_monitoring_device_is_no_gpu_of_unknown_id(machine: Machine, resource: str) -> None:
-    """With such an id, it would be unknown whether the missing GPUs are advertised."""
-    add_nodes(machine, INTEL)
-    machine.hand(INTEL, EMPTY)
-    with ExitStack() as stack:
-        kubelet = Kubelet(machine, stack)
-        kubelet.listen(KUBELET_SOCKET)
-        kubelet.listen(f"{PLUGINS}/gpu.intel.com-i915.sock")
-        registered = {"gpu.intel.com/i915": ["card0-0"], resource: ["all"]}
-        kubelet.checkpoint(json.dumps({"Data": {"RegisteredDevices": registered}}))
-        assert kubelet.condition() == ("False", "GPUsMissing")
 
 
 def test_an_unused_plugin_says_nothing_against_another(machine: Machine) -> None:

@@ -162,6 +162,9 @@ def test_a_failed_observation_withdraws_nothing(devices: Host) -> None:
 def test_a_machine_gets_what_its_settings_name(devices: Host) -> None:
     requested: dict[str, object] = {"devices": ["kvm"], "extra_devices": [{"path": "/dev/fuse", "mode": "r"}]}
     machine = goal(requested, with_others(facts(nvidia(1)), devices, **requested))
+    assert goal({}, with_others(facts(), devices, devices=EVERY)) == goal({}, facts()), (
+        "another machine gets none of it"
+    )
     assert b"\nBindReadOnly=/dev/nvidia0\n" in machine.nspawn.content
     assert b"\nBind=/dev/kvm\n" in machine.nspawn.content
     assert b"\nBind=/dev/fuse\n" in machine.nspawn.content
@@ -170,12 +173,6 @@ def test_a_machine_gets_what_its_settings_name(devices: Host) -> None:
     assert machine.live.nodes["/dev/kvm"] == "10:232"
     (request,) = (each for each in machine.handoff.requests if each.vendor == "other-devices")
     assert request == Request("other-devices", (), (GrantedDevice("/dev/fuse", "extra", 10, 229), KVM))
-
-
-def test_another_machine_gets_none_of_it(devices: Host) -> None:
-    """The facts list the devices that any machine requests."""
-    seen = with_others(facts(), devices, devices=EVERY)
-    assert goal({}, seen) == goal({}, facts())
 
 
 def test_a_running_machine_gets_new_nodes_and_loses_removed_ones(devices: Host) -> None:
@@ -284,17 +281,12 @@ def test_the_machine_half_checks_nodes_but_never_opens_them(machine: Machine) ->
     assert machine.read_link("/dev/char/10:232") == "../kvm"
 
 
-def test_a_missing_node_is_requested(machine: Machine) -> None:
-    del machine.nodes["/dev/kvm"]
-    machine.hand(REQUEST, OTHERS)
+def test_a_node_is_requested_and_removed_with_its_link(machine: Machine) -> None:
     run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
-    assert machine.message("DevicesAllowed").startswith("/dev/kvm must be character device 10:232")
-
-
-def test_a_withdrawn_node_and_its_link_are_removed(machine: Machine) -> None:
-    machine.hand(REQUEST, OTHERS)
+    machine.hand(EMPTY, OTHERS)
     run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "NodesPresent")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "NotApplicable")
     machine.hand(REQUEST, OTHERS._replace(devices=(WATCHDOG,)))
     run(machine)
     assert not machine.exists("/dev/kvm")
@@ -305,6 +297,11 @@ def test_a_withdrawn_node_and_its_link_are_removed(machine: Machine) -> None:
     run(machine)
     assert not machine.exists("/dev/watchdog")
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+    machine.hand(REQUEST, OTHERS)
+    machine.nodes.pop("/dev/kvm", None)
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert machine.message("DevicesAllowed").startswith("/dev/kvm must be character device 10:232")
 
 
 def test_a_node_that_was_withdrawn_before_any_run_saw_it_is_removed(machine: Machine) -> None:
@@ -316,10 +313,3 @@ def test_a_node_that_was_withdrawn_before_any_run_saw_it_is_removed(machine: Mac
     assert not machine.exists("/dev/kvm")
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
     assert machine.exists("/dev/tun"), "somebody else bound it"
-
-
-def test_a_machine_without_gpus_reports_only_other_devices(machine: Machine) -> None:
-    machine.hand(EMPTY, OTHERS)
-    run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("True", "NodesPresent")
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "NotApplicable")
