@@ -81,9 +81,9 @@ def device_name(device: AllocatableDevice) -> str:
 def make_devices(
     vendors: Iterable[AllocatableVendor],
     states: Mapping[str, GpuStatus],
-    facts: Mapping[AllocatableDevice, DeviceFacts],
+    facts: Mapping[tuple[AllocatableDevice, str], DeviceFacts],
 ) -> dict[str, Device]:
-    """Return the devices by name. `states` is by PCI address.
+    """Return the devices by name. `states` is by PCI address, and `facts` by device and driver version.
 
     If a GPU has partitions, only the partitions become devices, and the whole GPU does not: a claim for the whole GPU
     would also get the partitions that other claims have.
@@ -93,7 +93,8 @@ def make_devices(
         divided = {each.pci_address for each in vendor.devices if each.partition}
         for each in sorted(vendor.devices):
             if each.partition or each.pci_address not in divided:
-                device = _device(vendor.vendor, each, states.get(each.pci_address), facts.get(each) or DeviceFacts())
+                known = facts.get((each, vendor.driver_version)) or DeviceFacts()
+                device = _device(vendor.vendor, each, states.get(each.pci_address), known)
                 devices[device.name] = device
     return devices
 
@@ -187,7 +188,8 @@ class Inventory:
     @property
     def problems(self) -> tuple[str, ...]:
         """Sentences on documents that cannot be used, and on tools that fail."""
-        return (*self._unusable.values(), *self._failed.values())
+        with self._lock:
+            return (*self._unusable.values(), *self._failed.values())
 
     def read_facts(self) -> bool:
         """Run the vendors' tools if facts are unknown or may be outdated. Return whether that has changed the devices.
@@ -204,10 +206,9 @@ class Inventory:
     def _due(self, listed: AllocatableVendor) -> tuple[AllocatableDevice, ...]:
         """Return the vendor's devices whose facts are unknown or may be outdated.
 
-        If REFRESH seconds have passed since the tool ran for all devices, return all devices. Otherwise return only the
-        devices whose facts are missing or incomplete, and only if one of them is new, or RETRY seconds have passed
-        since the tool last ran. As few devices as possible are returned, because while a GPU is dead, the tool may have
-        to run once for each of them.
+        REFRESH seconds after the tool ran for all devices, these are all. Otherwise they are those with missing or
+        incomplete facts, if one is new, or RETRY seconds after the tool last ran: while a GPU is dead, the tool may
+        have to run once for each device.
         """
         now, known = time.monotonic(), [self._facts.get((each, listed.driver_version)) for each in listed.devices]
         if now - self._asked_for_all.get(listed.vendor, -math.inf) >= REFRESH:
@@ -234,7 +235,13 @@ class Inventory:
             for device in devices:
                 key = (device, listed.driver_version)
                 new = new_facts.get(device, DeviceFacts(complete=vendor is None))
-                self._facts[key] = _merged(self._facts.get(key, DeviceFacts(complete=False)), new)
+                # A fact from an earlier attempt stays if the new attempt did not find it.
+                old = self._facts.get(key, DeviceFacts(complete=False))
+                self._facts[key] = DeviceFacts(
+                    {**old.attributes, **new.attributes},
+                    {**old.capacity, **new.capacity},
+                    old.complete or new.complete,
+                )
             # A device without facts has left while the tool ran, and its facts were forgotten.
             known = ((device, self._facts.get((device, listed.driver_version))) for device in listed.devices)
             missing = [device for device, facts in known if facts and not facts.complete]
@@ -250,13 +257,7 @@ class Inventory:
             self._failed.pop(listed.vendor, None)
 
     def _all(self) -> dict[str, Device]:
-        facts = {
-            device: self._facts[device, vendor.driver_version]
-            for vendor in self.vendors
-            for device in vendor.devices
-            if (device, vendor.driver_version) in self._facts
-        }
-        return make_devices(self.vendors, self._states, facts)
+        return make_devices(self.vendors, self._states, self._facts)
 
     def _refresh(self) -> None:
         before = self.vendors, self._states, self._unusable
@@ -285,9 +286,3 @@ class Inventory:
         except OSError as error:
             self._unusable[path] = f"{path}: cannot be read: {error.strerror}"
         return before
-
-
-def _merged(before: DeviceFacts, new: DeviceFacts) -> DeviceFacts:
-    """Return all that is known of a device. A fact from an earlier attempt stays if the new attempt did not find it."""
-    complete = before.complete or new.complete
-    return DeviceFacts({**before.attributes, **new.attributes}, {**before.capacity, **new.capacity}, complete)

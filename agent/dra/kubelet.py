@@ -58,16 +58,14 @@ class KubeletPeer:
 
     def follow(self, process: int) -> None:
         """Let this process be the kubelet from now on, if it runs."""
-        with self._lock:
-            self._forget()
-            with contextlib.suppress(OSError):
-                self._pidfd = os.pidfd_open(process)
-                self._process = process
+        self.close()
+        with self._lock, contextlib.suppress(OSError):
+            self._pidfd = os.pidfd_open(process)
+            self._process = process
 
     def is_followed(self, process: int) -> bool:
         """Return whether this process is the kubelet, and runs."""
-        with self._lock:
-            return process == self._process and self._runs()
+        return self.pidfd >= 0 and process == self._process
 
     @property
     def pidfd(self) -> int:
@@ -89,7 +87,9 @@ class KubeletPeer:
     def close(self) -> None:
         """Forget the kubelet: nobody may connect after that."""
         with self._lock:
-            self._forget()
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+            self._process, self._pidfd = 0, -1
 
     def _runs(self) -> bool:
         if self._pidfd < 0:
@@ -97,11 +97,6 @@ class KubeletPeer:
         ended = select.poll()
         ended.register(self._pidfd, select.POLLIN)
         return not ended.poll(0)
-
-    def _forget(self) -> None:
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-        self._process, self._pidfd = 0, -1
 
 
 def _peer_process(connection: socket.socket) -> int:

@@ -139,10 +139,7 @@ class Bell:
             self._unwatched = str(error)
 
     def wait(self, seconds: float, process: int = -1) -> bool:
-        """Wait until something has happened, and return whether somebody has rung.
-
-        `process` is a pidfd; -1 if no process matters.
-        """
+        """Wait until something has happened, also to the process with this pidfd. Return whether somebody has rung."""
         waiting = select.poll()
         for each in (self._heard.fileno(), self._inotify.fileno() if self._inotify else -1, process):
             if each >= 0:
@@ -397,11 +394,10 @@ class Service:
         if isinstance(found, Identity) and not self._peer.is_followed(found.process):
             self._peer.follow(found.process)
             found = self._kubelet.find(ConditionType.GPUS_ADVERTISED)
-            if not isinstance(found, Identity):
+            if not isinstance(found, Identity) or not self._peer.is_followed(found.process):
                 # Nobody knows whether the process that is followed was the kubelet.
                 self._peer.close()
         if isinstance(found, Identity) and not self._peer.is_followed(found.process):
-            self._peer.close()
             return false(
                 ConditionType.GPUS_ADVERTISED,
                 Reason.KUBELET_NOT_RUNNING,
@@ -465,10 +461,8 @@ class Service:
 
 
 def _further_pause(found: Identity | Condition) -> float:
-    """Return how many seconds, beyond NO_KUBELET_PAUSE, to wait before the kubelet is looked for again if it has ended.
-
-    Only a kubelet that does not run may be there at any moment.
-    """
+    """Return how many seconds, beyond NO_KUBELET_PAUSE, to wait before a kubelet that ended is looked for again."""
+    # Only a kubelet that does not run may be there at any moment.
     return 0.0 if isinstance(found, Identity) or found.reason == Reason.KUBELET_NOT_RUNNING else IDENTITY_CHECK
 
 

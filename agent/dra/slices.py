@@ -7,7 +7,7 @@ staging/src/k8s.io/api/resource/v1/types.go of k8s.io/kubernetes.
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -112,25 +112,6 @@ def generation(item: Object) -> int:
     return number if isinstance(number, int) else 0
 
 
-def is_current(
-    wanted: Sequence[Object], existing: Sequence[Object], stored: Mapping[str, tuple[Object, Object]]
-) -> bool:
-    """Return whether the server has the wanted slices, all of one generation.
-
-    `wanted` was made for the slices in `existing` (`make_slices`), so the first slices of both have the same names, in
-    the same order. `stored` has by name, for each slice that was written, the content that was written and the content
-    that the server then stored. The two may differ: the server adds times, writes quantities in another form, and drops
-    fields that its version does not know.
-    """
-    if len({generation(each) for each in existing}) > 1 or len(wanted) != len(existing):
-        return False
-    for want, have in zip(wanted, existing, strict=True):
-        name = want["metadata"]["name"]
-        if content(have) != content(want) and stored.get(name) != (content(want), content(have)):
-            return False
-    return True
-
-
 def untainted(item: Object) -> bool:
     return not any(each.get("taints") for each in item["spec"].get("devices") or ())
 
@@ -205,7 +186,9 @@ class Publisher:
     def __init__(self, client: ApiClient) -> None:
         self._client = client
         self._stored: dict[str, tuple[Object, Object]] = {}
-        """The argument `stored` of `is_current`."""
+        """By name, for each slice that was written, the content that was written, and the content that the server then
+        stored. They may differ: the server adds times, writes quantities in another form, and drops fields that its
+        version does not know."""
         self._keeps_taints = True
         self._checked = 0.0
         """When the API server last dropped a taint, or was last checked for that, by time.monotonic()."""
@@ -215,19 +198,26 @@ class Publisher:
         """The end of new slices' names; empty until a name proves to be taken, perhaps by another node."""
 
     def publish(self, node: Node, devices: Sequence[Device]) -> Published:
-        """Make the slices offer these devices.
+        """Make the slices offer these devices, and try again if others change or delete them at the same time.
 
         Raises AgentError, such as ConflictError if somebody else keeps writing the slices.
         """
         tainted = [each for each in devices if each.taints]
         if tainted and not self._keeps_taints and time.monotonic() - self._checked >= TAINTS_CHECK:
             self._check_taints(node, tainted[0])
-        published = self._publish_with_retries(node, devices)
-        if self._keeps_taints or not published.written:
-            return published
-        # The answers to the writes have shown that the server drops taints, so claims could get failed GPUs now.
-        # Publish again, which withholds these GPUs.
-        return self._publish_with_retries(node, devices)
+        attempt = 1
+        while True:
+            try:
+                published = self._publish(node, devices)
+            except (ConflictError, NotFoundError):
+                attempt += 1
+                if attempt > ATTEMPTS:
+                    raise
+                continue
+            # If the answers to the writes have shown that the server drops taints, claims could get failed GPUs now.
+            # Publish again, which withholds these GPUs.
+            if self._keeps_taints or not published.written or not published.tainted:
+                return published
 
     def _check_taints(self, node: Node, device: Device) -> None:
         """Find out by a dry run whether the API server keeps a device's taints now.
@@ -242,15 +232,6 @@ class Publisher:
         with contextlib.suppress(AgentError):
             self._keeps_taints = not untainted(self._client.request("POST", f"{COLLECTION}?dryRun=All", item))
 
-    def _publish_with_retries(self, node: Node, devices: Sequence[Device]) -> Published:
-        """Publish, and try again if others change or delete the slices at the same time."""
-        for _ in range(ATTEMPTS - 1):
-            try:
-                return self._publish(node, devices)
-            except (ConflictError, NotFoundError):
-                continue
-        return self._publish(node, devices)
-
     def _publish(self, node: Node, devices: Sequence[Device]) -> Published:
         offered = [each for each in devices if self._keeps_taints or not each.taints]
         existing = own_slices(self._client.get(COLLECTION, fieldSelector=SELECTOR.format(node.name)), node.name)
@@ -259,7 +240,13 @@ class Publisher:
         # process has written.
         newest = max(self._newest, *map(generation, existing)) if existing else self._newest
         wanted = make_slices(node, offered, newest, existing, self._suffix)
-        current = is_current(wanted, existing, self._stored)
+        # The first slices of both have the same names, in the same order.
+        current = len({generation(each) for each in existing}) <= 1 and len(wanted) == len(existing)
+        current = current and all(
+            content(have) == content(want)
+            or self._stored.get(want["metadata"]["name"]) == (content(want), content(have))
+            for want, have in zip(wanted, existing, strict=True)
+        )
         if not current:
             newest += 1
             # Their order does not matter: consumers ignore a pool while slices of its newest generation are missing.

@@ -44,7 +44,7 @@ def test_what_is_known_becomes_attributes() -> None:
     facts = DeviceFacts(
         {"uuid": "GPU-1", "driverVersion": Version("550.163.1"), "vendor": "false"}, {"memory": 1 << 30}
     )
-    found = make_devices([AllocatableVendor("vendor", (WHOLE,))], {GPU: state}, {WHOLE: facts})
+    found = make_devices([AllocatableVendor("vendor", (WHOLE,))], {GPU: state}, {(WHOLE, ""): facts})
     assert found == {
         "gpu-0000-01-00-0": Device(
             "gpu-0000-01-00-0",
@@ -83,7 +83,7 @@ def test_only_whole_gpus_with_known_memory_are_shared(
     """Without a known capacity, there would be no limit to the number of claims."""
     state = GpuStatus(GPU, "vendor", GpuState.HEALTHY, shared=shared)
     facts = DeviceFacts({}, capacity)
-    (device,) = make_devices([AllocatableVendor("vendor", (source,))], {GPU: state}, {source: facts}).values()
+    (device,) = make_devices([AllocatableVendor("vendor", (source,))], {GPU: state}, {(source, ""): facts}).values()
     assert device.shared is expected
 
 
