@@ -47,14 +47,6 @@ def conditions(settings: Config, machine: MachineGoal, seen: Facts) -> dict[Cond
     return {each.type: each for each in found}
 
 
-def test_read_only_by_default() -> None:
-    seen = with_sources(data=at("/srv/data"), scratch=at("/srv/scratch"))
-    scratch = {"source": "/srv/scratch", "target": "/mnt/a:b", "read_only": False}
-    lines = goal(seen, DATA, scratch).nspawn.content.decode().splitlines()
-    assert "BindReadOnly=/srv/data:/mnt/data" in lines
-    assert "Bind=/srv/scratch:/mnt/a\\:b" in lines
-
-
 @pytest.mark.parametrize("state", [Absent("gone"), Unseen("no answer within 10 s"), Broken("not for machines")])
 def test_a_missing_source_does_not_stop_the_machine(state: Seen[MountSource]) -> None:
     """nspawn would exit with an error."""
@@ -63,11 +55,6 @@ def test_a_missing_source_does_not_stop_the_machine(state: Seen[MountSource]) ->
     assert b"/srv/data" not in machine.nspawn.content
     present = conditions(config(DATA), machine, seen)[ConditionType.DEVICES_PRESENT]
     assert "; requested but missing: /srv/data for /mnt/data" in present.message
-
-
-def test_the_settings_name_the_path_that_was_checked() -> None:
-    """nspawn, as root, would follow a link that somebody makes later."""
-    assert b"BindReadOnly=/disk/data:/mnt/data" in goal(with_sources(data=at("/disk/data")), DATA).nspawn.content
 
 
 @pytest.mark.parametrize(
@@ -140,12 +127,6 @@ def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
         "/srv/a/sub for /mnt/sub (the path to it leads through /srv/a, where machine gpu-node could put a link)",
     )
     assert b"BindReadOnly=/usr/share/models/data:/mnt" in other.nspawn.content
-
-
-def test_two_machines_share_one_source() -> None:
-    machines = {name: {"extra_mounts": [DATA]} for name in ("gpu-node", "other")}
-    for machine in plan(Config.validated({"machines": machines}), with_sources(data=at("/srv/data"))).goal.machines:
-        assert machine.missing == ()
 
 
 def test_a_running_machine_gets_later_mounts_at_its_next_start() -> None:

@@ -31,12 +31,6 @@ def configured(tmp_path: Path, variables: str, vendor: str = "nvidia") -> Config
     return load_config(system_with(tmp_path, main=text))
 
 
-def test_configuration(tmp_path: Path) -> None:
-    text = '[machines.a]\npod_environment.nvidia = { __GLX_VENDOR_LIBRARY_NAME = "nvidia", EMPTY = "" }\n'
-    settings = load_config(system_with(tmp_path, main=text)).machines["a"]
-    assert settings.pod_environment == {"nvidia": {"__GLX_VENDOR_LIBRARY_NAME": "nvidia", "EMPTY": ""}}
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -96,17 +90,6 @@ def test_only_the_handoff_changes(tmp_path: Path) -> None:
     assert goals[0].handoff.generation != goals[1].handoff.generation
 
 
-def test_the_handoff_has_variables_only_if_configured() -> None:
-    plain, changed = Handoff("m", "x86_64", (REQUEST,)), Handoff("m", "x86_64", (ASKED,))
-    assert json.loads(render_handoff(plain))["requests"][0]["environment"] == []
-    document = json.loads(render_handoff(changed))
-    assert document["requests"][0]["environment"] == [{"name": GLX.name, "value": GLX.value}]
-    assert parse_handoff(render_handoff(changed)) == changed
-    # An empty value is a value too.
-    empty = Handoff("m", "x86_64", (REQUEST._replace(environment=(Variable("A", ""),)),))
-    assert parse_handoff(render_handoff(empty)) == empty
-
-
 def test_hooks_change_only_the_handoff() -> None:
     hooks = ["update-application-profile", "enable-cuda-compat"]
     changed = planned(cdi_hooks=hooks)
@@ -123,16 +106,6 @@ def environment(spec: object) -> list[str]:
     found = spec["containerEdits"]["env"]
     assert isinstance(found, list)
     return found
-
-
-def test_the_spec_has_the_configured_variables_and_its_own() -> None:
-    own = environment(recorded_spec())
-    spec, _ = with_additions(recorded_spec(), ASKED)
-    assert environment(spec) == [*own, SETTING]
-    assert verify(spec, ASKED, LIVE, PRESENT).problems == ()
-    assert with_additions(spec, ASKED)[0] == spec
-    without, _ = with_additions(recorded_spec(), REQUEST)
-    assert environment(without) == own
 
 
 @pytest.mark.parametrize(

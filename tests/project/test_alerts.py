@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from agent.model.conditions import NOT_NEEDED_FOR_READY, Reason
-from tests.project.metrics_reference import metrics, name
+from tests.project.reference_pages import metrics, name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RULES = REPOSITORY / "deploy/prometheus"

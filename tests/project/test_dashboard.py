@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.fakes.fleet import JOB, Prometheus, available, scraped_fleet
-from tests.project.metrics_reference import metrics, name
+from tests.project.reference_pages import metrics, name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DASHBOARD = REPOSITORY / "deploy/grafana/unbounded-agent.json"

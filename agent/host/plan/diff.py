@@ -58,7 +58,8 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
     unused driver roots. But if a new root is staged, unused roots are removed first, because it may need their space.
 
     If systemd must reload its units while a machine does not run, the reload comes right after the settings. If all
-    machines run, the reload comes after the handoffs, or in a later pass.
+    machines run, none of them needs the reload, which blocks PID 1 for longer than all other steps take: it comes after
+    the handoffs.
     """
     refused: dict[str, str | Unseen] = {}
     faults = {**plan.faults, **acknowledged.faults}
@@ -93,11 +94,6 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
     reload: list[Action] = [ReloadUnits()] if reload_needed else []
     all_run = all(each.unit_state == "active" for each in facts.machines)
     reload_early, reload_late = ([], reload) if all_run else (reload, [])
-    if handoffs and not removals:
-        # If all machines run, none of them needs the reload, which blocks PID 1 for longer than all other steps take:
-        # leave it to the pass that follows their reports. If a machine does not run, `reload_early` has the reload.
-        # After removals, the reload must not wait: later passes may not observe a unit whose drop-in was removed.
-        reload_late = []
     stage, stage_later = (
         [StageDriverRoot(root) for root in roots if root not in facts.staged]
         for roots in (plan.goal.driver_roots, plan.goal.waiting_roots)

@@ -84,7 +84,7 @@ def _plan_around(faults: Mapping[str, Fault], config: Config, facts: Facts, now:
     roots = _Roots(facts.next_driver_root_index)
     unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
     unseen += [facts.staged_unseen] if facts.staged_unseen else []
-    unknown = _unknown_grants(config, facts, faults)
+    unknown = _unknown_grants(config, facts)
     template = facts.template_device_allow
     without_gpus = not any(vendor.gpus for vendor in facts.vendors)
     # First the machines whose settings name GPUs, then the others, both in the order of their names.
@@ -294,33 +294,22 @@ def _with_addresses(names: Collection[str], facts: Facts) -> set[str]:
     return {*names, *(gpu.pci_address for gpu in present if gpu.uuid in names)}
 
 
-def _unknown_grants(config: Config, facts: Facts, faulted: Collection[str]) -> dict[str, list[str]]:
+def _unknown_grants(config: Config, facts: Facts) -> dict[str, list[str]]:
     """Return the machines whose share or driver root cannot be determined, each with the reasons.
 
-    A machine with `count=N` could get another machine's GPU, so its share depends on the grants of all machines, except
-    those with `all`. The share of a machine without `count=N` depends only on its own grant, and only in two cases: any
-    machine has a fault, or a GPU has no driver and is not expected to get one. A machine's driver root depends on its
-    own grant, unless exactly one root fits the loaded module.
+    Both depend on the machine's own grant. A machine with `count=N` could get another machine's GPU, so its share
+    depends on the grants of all machines, except those with `all`.
     """
-    # If a GPU has no driver and is not expected to get one, `all` and `count=N` select it only for a machine that
-    # already has it.
-    optional = [gpu for vendor in facts.vendors if not vendor.driver_expected for gpu in vendor.gpus]
-    without_driver = any(not gpu.driver for gpu in optional)
-    modules = [vendor.driver.module_version for vendor in facts.vendors if vendor.driver]
-    several_roots = bool(facts.staged) and any(
-        sum(root.version == module for root in facts.staged) != 1 for module in modules
-    )
-    unseen = {
-        each.name: each.granted.why
+    unseen = [
+        (each.name, each.granted.why)
         for each in facts.machines
         if each.name in config.machines and isinstance(each.granted, Unseen)
-    }
+    ]
     unknown = {}
     for name, settings in config.machines.items():
         counts = _counts(settings)
-        own = {name} if counts or without_driver or faulted or several_roots else set[str]()
-        others = {other for other in unseen if counts and config.machines[other].gpus != "all"}
-        if why := [unseen[each] for each in sorted((own | others) & unseen.keys())]:
+        why = [why for other, why in unseen if other == name or (counts and config.machines[other].gpus != "all")]
+        if why:
             unknown[name] = why
     return unknown
 

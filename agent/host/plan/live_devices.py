@@ -115,25 +115,21 @@ def withdrawn_nodes(machine: MachineFacts, granted: Collection[str]) -> tuple[st
 
 
 def permissions_to_keep(machine: MachineFacts, facts: Facts, allow: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
-    """Return the permissions that the machine has in addition to `allow`, and that its processes may still need.
+    """Return the permissions for GPUs that are being drained, which the machine has in addition to `allow`.
 
-    They are for GPUs that are being drained, or for devices that systemd's template allows but the agent no longer
-    grants. Both kinds are kept in the machine's settings: otherwise a daemon-reload, or the next change of a property,
-    could withdraw them.
+    Its processes may still need them, so they are kept in the machine's settings: otherwise a daemon-reload, or the
+    next change of a property, could withdraw them.
     """
     if machine.live is None:
         return ()
     # Users of draining GPUs may still open the nodes that GPUs share, too.
     with_gpus = replace(facts, vendors=tuple(vendor for vendor in facts.vendors if vendor.gpus))
-    of_draining = ("", *facts.draining) if facts.draining else ()
-    draining = owners(with_gpus, of_draining)
+    draining = owners(with_gpus, ("", *facts.draining) if facts.draining else ())
     may_need = draining.keys() - {entry.node for entry in allow}
     # Keep a permission if its device number still belongs to the same GPU or shared node as when it was permitted, or
     # if no owner is known, as after the record was lost.
     same = {device for device in may_need if machine.live.owners.get(device, draining[device]) == draining[device]}
-    template = facts.template_device_allow
-    no_longer_granted = set(template).difference(allow) if isinstance(template, tuple) else set()
-    return tuple(entry for entry in machine.live.allow if entry in no_longer_granted or entry.node in same)
+    return tuple(entry for entry in machine.live.allow if entry.node in same)
 
 
 def owners(facts: Facts, gpus: Collection[str] | None = None) -> dict[str, str]:

@@ -157,7 +157,7 @@ def test_a_running_pass_is_waited_for(tmp_path: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         starting = threading.Thread(target=start, args=(tmp_path,))
         starting.start()
-        time.sleep(1)
+        time.sleep(0.2)
         later = settings(tmp_path, "/dev/nvidia1")
     starting.join()
     (gone,) = [line for line in later.splitlines() if b"nvidia1" in line]

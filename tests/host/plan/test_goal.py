@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
-from agent.host.observe.machine import parse_device_allow
 from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan, select
 from agent.host.plan.nspawn import (
@@ -29,20 +28,13 @@ from agent.host.plan.nspawn import (
 from agent.host.vendors import HOST_VENDORS
 from agent.model.device import DeviceKind
 from agent.model.facts import Absent, DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts
-from agent.model.goal import ChangeDevices, ReloadUnits, RemoveFile, Share, StageDriverRoot, WriteFile
+from agent.model.goal import ReloadUnits, RemoveFile, Share, StageDriverRoot, WriteFile
 from agent.model.paths import DRIVER_ROOTS_TARGET, device_allow_drop_in, nspawn_file, unit_drop_in
 from tests.fakes.facts import CONFIG, TEMPLATE, facts, node, nvidia, staged
 
 
 def configured(**settings: object) -> Config:
     return Config.validated({"machines": {"gpu-node": settings}})
-
-
-def template(systemd: int) -> tuple[DeviceAllow, ...]:
-    """Return DeviceAllow= of that version's template of nspawn's unit."""
-    return parse_device_allow(
-        Path(__file__).parents[2].joinpath(f"data/units/systemd-nspawn-{systemd}.service").read_text()
-    )
 
 
 def bound(config: Config, seen: Facts) -> set[str]:
@@ -62,17 +54,6 @@ def test_order_of_facts_does_not_matter() -> None:
         generator.shuffle(devices)
         generator.shuffle(gpus)
         assert plan(CONFIG, facts(replace(vendor, devices=tuple(devices), gpus=tuple(gpus)))).goal == wanted
-
-
-def test_privileges_are_opt_in() -> None:
-    """MIG configuration, MIG monitoring and IMEX channels are privileges; a MIG instance of a granted GPU is not."""
-    plain = bound(CONFIG, facts())
-    assert "/dev/nvidia-caps/nvidia-cap30" in plain
-    assert not plain & {"/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-caps/nvidia-cap2"}
-    assert "/dev/nvidia-caps-imex-channels/channel0" not in plain
-    assert "/dev/nvidia-caps/nvidia-cap1" in bound(configured(mig_config=True), facts())
-    assert "/dev/nvidia-caps/nvidia-cap2" in bound(configured(mig_monitor=True), facts())
-    assert "/dev/nvidia-caps-imex-channels/channel0" in bound(configured(imex_channels=True), facts())
 
 
 def network(**settings: object) -> dict[str, object]:
@@ -110,17 +91,6 @@ def test_sys_module_is_bound_if_nspawn_leaves_it_out(settings: dict[str, object]
     assert (SYS_MODULE in machine.nspawn.content.decode().splitlines()) is private
 
 
-def test_a_machine_that_runs_without_sys_module_needs_no_restart() -> None:
-    """A release that adds this bind must not call every running machine outdated."""
-    settings = MachineSettings()
-    (machine,) = plan(CONFIG, facts()).goal.machines
-    lines = render_nspawn("gpu-node", settings.nspawn, ()).splitlines(keepends=True)
-    assert f"{SYS_MODULE}\n".encode() in lines
-    before = b"".join(line for line in lines if line != f"{SYS_MODULE}\n".encode())
-    drop_in = render_drop_in("gpu-node", settings, TEMPLATE, whole=False)
-    assert machine.live.fixed == hashlib.sha256(before + drop_in).hexdigest()
-
-
 def test_lines_that_only_prepare_a_start_need_no_restart() -> None:
     """A release that changes it must not call every running machine outdated."""
     config = configured(nspawn={"extra": {"Files": {"Bind": ["/srv/data"]}}})
@@ -152,60 +122,6 @@ def test_a_machine_gets_its_gpus_and_no_others(gpus: str | list[str]) -> None:
     found = bound(configured(gpus=gpus), facts())
     assert "/dev/nvidia0" in found
     assert not found & {"/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap30", "/dev/nvidia-nvswitchctl"}
-
-
-def test_a_gpu_of_another_driver_is_left_alone() -> None:
-    """vfio-pci means that somebody assigned the GPU to a virtual machine."""
-    vendor = nvidia()
-    taken = replace(vendor, gpus=(replace(vendor.gpus[0], driver="vfio-pci"), vendor.gpus[1]))
-    assert "/dev/nvidia0" not in bound(CONFIG, facts(taken))
-
-
-def test_the_drop_in_resets_the_list_and_repeats_the_template() -> None:
-    """An empty DeviceAllow= comes first: otherwise what `systemctl set-property` has set would stay allowed."""
-    drop_in = plan(CONFIG, facts()).goal.machines[0].drop_in.content.decode()
-    allowed = [line for line in drop_in.splitlines() if line.startswith("DeviceAllow=")]
-    assert allowed[:3] == ["DeviceAllow=", "DeviceAllow=/dev/net/tun rwm", "DeviceAllow=char-pts rw"]
-    assert "DeviceAllow=/dev/kmsg rw" in allowed
-    assert "DeviceAllow=/dev/char/195:255 rw" in allowed
-    assert not [line for line in allowed if line.endswith("nvidia0 rw")]
-    assert "rwm" not in "".join(allowed[3:])
-
-
-@pytest.mark.parametrize(("systemd", "more"), [(252, []), (257, ["/dev/fuse rwm"])])
-def test_no_machine_gets_loop_devices_or_the_device_mapper(systemd: int, more: list[str]) -> None:
-    """The templates allow them for disk images; in a machine they open a way to the host's disks."""
-    seen = replace(facts(), template_device_allow=template(systemd))
-    drop_in = plan(CONFIG, seen).goal.machines[0].drop_in.content.decode()
-    allowed = [line.removeprefix("DeviceAllow=") for line in drop_in.splitlines() if line.startswith("DeviceAllow=")]
-    kept = ["", "/dev/net/tun rwm", "char-pts rw", *more]
-    assert allowed[: len(kept) + 1] == [*kept, "/dev/kmsg rw"]
-    assert all(entry.startswith("/dev/char/") for entry in allowed[len(kept) + 1 :])
-
-
-def test_a_machine_that_uses_loop_devices_keeps_them_until_its_restart() -> None:
-    """An older version allowed them, and pods may have volumes on them. The machine is shown to need a restart."""
-    seen = replace(facts(), template_device_allow=template(257))
-    goal = plan(CONFIG, seen).goal.machines[0]
-    older = render_drop_in("gpu-node", MachineSettings(), template(257))
-    nspawn = render_nspawn("gpu-node", MachineSettings().nspawn, ()).replace(f"{SYS_MODULE}\n".encode(), b"")
-    fixed = hashlib.sha256(nspawn + older).hexdigest()
-    live = replace(goal.live, fixed=fixed, allow=(*template(257), *goal.live.allow))
-    running = replace(seen, machines=(replace(seen.machines[0], unit_state="active", live=live),))
-    planned = plan(CONFIG, running)
-    (machine,) = planned.goal.machines
-    assert machine.live.fixed == goal.live.fixed != fixed
-    # Also in the drop-in, which systemd may apply after any daemon-reload.
-    assert b"\nDeviceAllow=block-loop rw\n" in machine.drop_in.content
-    assert not [each for each in diff(planned, running).actions if isinstance(each, ChangeDevices)]
-
-
-def test_capabilities() -> None:
-    """They are what a node needs and nspawn drops by default; none of them changes the host."""
-    lines = plan(CONFIG, facts()).goal.machines[0].nspawn.content.decode().splitlines()
-    assert "Capability=CAP_BPF CAP_IPC_LOCK CAP_NET_ADMIN CAP_PERFMON CAP_SYSLOG" in lines
-    everything = plan(configured(nspawn={"capability": "all"}), facts()).goal.machines[0].nspawn.content
-    assert b"\nCapability=all\n" in everything
 
 
 def test_unseen_devices_change_nothing() -> None:
@@ -276,27 +192,13 @@ def test_removed_gpus_are_withdrawn() -> None:
 
 
 def test_steps_come_in_a_safe_order() -> None:
-    """Driver roots come before the handoff that names them. A reload that no start needs waits for the report."""
+    """Driver roots come before the handoff that names them, and a reload that no start needs after it."""
     seen = facts()
     kinds = [type(action) for action in diff(plan(CONFIG, seen), seen).actions]
     assert kinds == [WriteFile, WriteFile, ReloadUnits, StageDriverRoot, WriteFile, WriteFile]
     running = replace(seen, machines=(replace(seen.machines[0], unit_state="active"),))
-    goal = plan(CONFIG, running).goal
-    assert ReloadUnits() not in diff(plan(CONFIG, running), running).actions
-    files = {file.path: FileState(file.content, owned=True) for file in goal.files()}
-    answered = staged(goal.driver_roots[0], replace(running, files=files))
-    machine = replace(running.machines[0], granted=goal.machines[0].granted)
-    answered = replace(answered, machines=(machine,), reload_pending=True)
-    assert diff(plan(CONFIG, answered), answered).actions == (ReloadUnits(),)
-
-
-def test_nothing_is_done_twice() -> None:
-    seen = facts()
-    goal = plan(CONFIG, seen).goal
-    files = {file.path: FileState(file.content, owned=True) for file in goal.files()}
-    after = staged(goal.driver_roots[0], replace(seen, files=files))
-    after = replace(after, machines=(replace(after.machines[0], granted=goal.machines[0].granted),))
-    assert diff(plan(CONFIG, after), after).actions == ()
+    kinds = [type(action) for action in diff(plan(CONFIG, running), running).actions]
+    assert kinds == [WriteFile, WriteFile, StageDriverRoot, WriteFile, WriteFile, ReloadUnits]
 
 
 def test_a_foreign_file_is_refused_with_advice() -> None:

@@ -1,6 +1,5 @@
 """Changing the devices of a running machine."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -78,7 +77,7 @@ def test_an_entry_without_permissions_stands_for_all_of_them(host: Host) -> None
         (b"[]", "must be an object"),
         (b'{"version": 2}', "version 2 is unknown"),
         (b'{"version": 1, "fixed": "", "allow": [1], "nodes": {}}', r"allow\[0\]"),
-        (b'{"version": 1, "fixed": "", "allow": [], "nodes": {"/dev/x": 1}}', r"nodes\['/dev/x'\]"),
+        (b'{"version": 1, "fixed": "", "allow": [], "nodes": {"/dev/x": 1}}', r"key nodes\["),
         (b'{"version": 1, "fixed": "", "allow": [], "nodes": {}, "\\ud800": 1}', "not JSON"),
     ],
 )
@@ -170,12 +169,6 @@ def test_an_uncertain_change_is_repeated() -> None:
     assert not change.after.unsure
 
 
-def test_an_older_versions_note_is_certain(host: Host) -> None:
-    document = json.loads(render_live(BEFORE))
-    del document["unsure"], document["owners"]
-    assert parse_live(json.dumps(document).encode()) == BEFORE
-
-
 def swapped() -> VendorFacts:
     """Return nvidia() after the driver found its two GPUs in the other order."""
     vendor = nvidia()
@@ -212,15 +205,6 @@ def test_a_drained_gpus_number_is_kept_for_its_users() -> None:
     seen = replace(running(facts(vendor), before), draining=frozenset([first.pci_address]))
     assert DeviceAllow("/dev/char/195:1", "rw") in before.allow
     assert DeviceAllow("/dev/char/195:1", "rw") not in plan(with_second, seen).goal.machines[0].live.allow
-
-
-def test_owners_of_numbers_are_added_to_an_older_versions_note(host: Host) -> None:
-    seen = facts()
-    live = plan(CONFIG, seen).goal.machines[0].live
-    (change,) = changes(running(seen, replace(live, owners={})))
-    change_devices(change, host)
-    assert host.bus.changes == []
-    assert parse_live(host.read(live_file(MACHINE))) == live
 
 
 def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:
@@ -261,7 +245,7 @@ def test_a_new_gpu_is_permitted_and_bound_before_the_handoff() -> None:
     kinds = [type(action).__name__ for action in actions]
     handoff = next(index for index, each in enumerate(actions) if getattr(each, "path", "") == handoff_file(MACHINE))
     assert kinds.index("ChangeDevices") < handoff
-    assert "ReloadUnits" not in kinds, "the machine's answer does not wait for it"
+    assert kinds.index("ReloadUnits") > handoff, "the machine's answer does not wait for it"
 
 
 def test_a_removed_gpu_is_forbidden_at_once() -> None:
@@ -303,11 +287,6 @@ def test_a_withdrawn_gpu_is_forbidden_once_no_pod_can_get_it() -> None:
     seen = running(facts(taken), before)
     assert DeviceAllow("/dev/char/195:1", "rw") in changes(seen)[0].after.allow
     assert DeviceAllow("/dev/char/195:1", "rw") not in changes(seen, RELEASED)[0].after.allow
-
-
-def test_a_running_machine_that_has_everything_is_left_alone() -> None:
-    seen = facts()
-    assert changes(running(seen, plan(CONFIG, seen).goal.machines[0].live)) == []
 
 
 def test_an_administrators_permission_stays() -> None:
