@@ -23,85 +23,33 @@ FILLED = "gpu-node"
 """Stands for what a message fills in."""
 NAMES = {*COMMANDS}
 """Commands that prose may name without their arguments."""
-HELP = {
-    "systemctl": ("--help",),
-    "journalctl": ("--help",),
-    "modprobe": ("--help",),
-    "udevadm": ("settle", "--help"),
-    "df": ("--help",),
-    "du": ("--help",),
-    "chmod": ("--help",),
-    "chown": ("--help",),
-    "dmesg": ("--help",),
-    "ldconfig": ("--help",),
-    "ls": ("--help",),
-    "machinectl": ("--help",),
-    "mokutil": ("--help",),
-    "rm": ("--help",),
-    "systemd-run": ("--help",),
-    "umount": ("--help",),
-    "dpkg": ("--help",),
-    "tail": ("--help",),
-    "grep": ("--help",),
-    "sort": ("--help",),
-}
-"""Programs, and the arguments with which they print all their options."""
+HELP = (
+    *("systemctl", "journalctl", "modprobe", "udevadm", "df", "du", "chmod", "chown", "dmesg", "ldconfig", "ls"),
+    *("machinectl", "mokutil", "rm", "systemd-run", "umount", "dpkg", "tail", "grep", "sort"),
+)
+"""Programs that print all their options with --help."""
 OPTIONS = {
     # nvidia-smi(1), also of its subcommands conf-compute, drain and mig.
-    "nvidia-smi": {
-        "-L",
-        "-i",
-        "-pm",
-        "-p",
-        "-m",
-        "-q",
-        "-d",
-        "-srs",
-        "-cci",
-        "-cgi",
-        "-C",
-        "--gpu-reset",
-        "--query-gpu",
-        "--format",
-    },
-    "nvidia-modprobe": {"-c", "-u", "-f"},
-    "kubectl": {
-        "-A",
-        "-o",
-        "-n",
-        "-f",
-        "--field-selector",
-        "--previous",
-        "--subresource",
-        "--as",
-        "--as-group",
-        "--overwrite",
-        "--show-labels",
-    },
-    "kubeadm": set(),
-    "containerd": set(),
-    "ctr": set(),
-    "apt": {"--reinstall"},
-    "dkms": {"-k"},
-    "pgrep": {"-af"},
-    "update-alternatives": {"--config"},
-    "update-initramfs": {"-u"},
-    "hostnamectl": set(),
-    "lspci": {"-D", "-Dk", "-k"},
-    "fuser": {"-vm", "-v", "-m"},
-    "ip": {"-brief"},
-    "skopeo": {"--authfile"},
-    "ss": {"-lntp"},
-    "rmmod": set(),
-    "sysctl": {"--system"},
-    "nft": set(),
-    "echo": set(),
-    "sed": {"-n"},
-    "nvidia-cuda-mps-control": set(),
-    "unbounded-agent": set(),
+    "nvidia-smi": "-L -i -pm -p -m -q -d -srs -cci -cgi -C --gpu-reset --query-gpu --format",
+    "nvidia-modprobe": "-c -u -f",
+    "kubectl": "-A -o -n -f --field-selector --previous --subresource --as --as-group --overwrite --show-labels",
+    **dict.fromkeys(("kubeadm", "containerd", "ctr", "hostnamectl", "rmmod", "nft", "echo"), ""),
+    "nvidia-cuda-mps-control": "",
+    "apt": "--reinstall",
+    "dkms": "-k",
+    "pgrep": "-af",
+    "update-alternatives": "--config",
+    "update-initramfs": "-u",
+    "lspci": "-D -Dk -k",
+    "fuser": "-vm -v -m",
+    "ip": "-brief",
+    "skopeo": "--authfile",
+    "ss": "-lntp",
+    "sysctl": "--system",
+    "sed": "-n",
+    "unbounded-agent": "",
 }
 """Further programs, which are not on each computer that tests, with their options as their manuals have them."""
-
 PROSE = {"containerd in the machine does not know the handler of a runtime class"}
 """Sentences that begin like a command."""
 ADVICE = tomllib.loads((Path(__file__).parent / "advice.toml").read_text())
@@ -211,7 +159,9 @@ def test_our_own_commands_parse() -> None:
 
 @cache
 def help_of(program: str) -> str:
-    done = subprocess.run([program, *HELP[program]], capture_output=True, text=True, check=False, timeout=60)
+    command = "settle" if program == "udevadm" else ""
+    argv = [program, *command.split(), "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
     return done.stdout + done.stderr
 
 
@@ -219,7 +169,7 @@ def unknown_options(command: str) -> list[str]:
     program, *words = shlex.split(command)
     options = [word.partition("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)]
     if program in OPTIONS:
-        return [option for option in options if option not in OPTIONS[program]]
+        return [option for option in options if option not in OPTIONS[program].split()]
     if not shutil.which(program):
         return []
     # Letters of one dash may stand together.

@@ -118,24 +118,23 @@ def test_a_wrong_argument_prints_the_usage(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("program", ["buildah", "podman"])
-def test_a_build_that_fails_leaves_no_container(tmp_path: Path, program: str) -> None:
+def test_a_build_that_fails_leaves_no_container_and_ends_with_a_sentence(tmp_path: Path, program: str) -> None:
     """Its layers would be in use by the container, so `rmi --prune` would fail after each later build."""
-    assert build(tmp_path, "false", program=program).returncode == 1
+    finished = build(tmp_path, "exit 125", program=program)
+    assert finished.returncode == 1
     assert "--force-rm" in (tmp_path / "arguments").read_text().splitlines()
+    last = finished.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert last.endswith("containerfiles/build could not build agent-ubuntu2404; see the lines above")
 
 
-def test_a_base_is_pulled_if_it_is_missing(tmp_path: Path) -> None:
+def test_a_base_is_pulled_if_it_is_missing_and_limits_are_not_raised_above_the_hard_ones(tmp_path: Path) -> None:
     """Since buildah 1.35, `--pull=false` means never."""
     assert build(tmp_path).returncode == 0
     arguments = (tmp_path / "arguments").read_text().splitlines()
     assert arguments[0] == "build"
     assert [each for each in arguments if each.startswith("--pull")] == ["--pull=missing"]
     assert "BASE=example.org/base" in arguments
-
-
-def test_limits_are_not_raised_above_the_hard_ones(tmp_path: Path) -> None:
-    build(tmp_path)
-    arguments = (tmp_path / "arguments").read_text().splitlines()
     limits = [value for option, value in pairwise(arguments) if option == "--ulimit"]
     assert limits == ["nofile=512", "nproc=512"]
 
@@ -155,11 +154,3 @@ def test_a_build_removes_no_layer_of_another_one(tmp_path: Path, monkeypatch: py
             time.sleep(0.01)
         second = pool.submit(buildah.build, "agent-ubuntu2404", "example.org/base")
         assert first.result() == second.result() == "localhost/unbounded-agent/agent-ubuntu2404"
-
-
-def test_a_build_that_fails_ends_with_a_sentence(tmp_path: Path) -> None:
-    finished = build(tmp_path, "exit 125")
-    assert finished.returncode == 1
-    last = finished.stderr.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert last.endswith("containerfiles/build could not build agent-ubuntu2404; see the lines above")

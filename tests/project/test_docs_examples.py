@@ -17,40 +17,17 @@ from agent.config.settings import Config
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = {
-    *(
-        "ansible-playbook",
-        "apt",
-        "buildah",
-        "cat",
-        "cp",
-        "curl",
-        "dpkg-reconfigure",
-        "echo",
-        "eglinfo",
-        "glxinfo",
-        "grep",
-        "helm",
-    ),
-    *("install", "journalctl", "jq", "kubectl", "ls", "machinectl", "make", "modprobe", "nvidia-smi", "promtool"),
-    *("python3", "rm", "rmmod", "sed", "skopeo", "systemctl", "systemd-run", "unbounded-agent", "vulkaninfo"),
+    *("ansible-playbook", "apt", "buildah", "cat", "cp", "curl", "dpkg-reconfigure", "echo", "eglinfo", "glxinfo"),
+    *("grep", "helm", "install", "journalctl", "jq", "kubectl", "ls", "machinectl", "make", "modprobe", "nvidia-smi"),
+    *("promtool", "python3", "rm", "rmmod", "sed", "skopeo", "systemctl", "systemd-run", "unbounded-agent"),
+    "vulkaninfo",
 }
 """What the pages' commands begin with. A misspelt program, or one that no reader has heard of, is not among them."""
 OPERATORS = {"|", "||", "&&", ";"}
 ASSIGNMENT = re.compile(r"\w+=\S*")
 OTHER_TEXT = {
-    # Pictures, files of other programs, and output.
-    *(
-        "HOST",
-        "vm.overcommit_memory",
-        "overlay",
-        "[Service]",
-        "[Socket]",
-        "apiVersion:",
-        "GPU",
-        "lrwxrwxrwx",
-        "LibrariesPresent",
-    ),
-    *("gpu-node:", "#cloud-config"),
+    *("HOST", "vm.overcommit_memory", "overlay", "[Service]", "[Socket]", "apiVersion:", "GPU", "lrwxrwxrwx"),
+    *("LibrariesPresent", "gpu-node:", "#cloud-config"),
 }
 """The first words of blocks that have no commands."""
 

@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-import pytest
-
 PACKAGE = Path(__file__).resolve().parents[2] / "agent"
 
 Order: TypeAlias = tuple[str | tuple[str, ...], ...]
@@ -171,6 +169,18 @@ def test_imports_point_one_way() -> None:
     }
     assert {name: found for name, found in wrong.items() if found} == {}
     assert sum(len(imports(path)) for path in modules()) > 1000, "the imports were not found"
+    for importer, module in (("host/plan/goal.py", "agent.model.facts"), ("cli/main.py", "agent.__version__")):
+        assert is_allowed(importer, module)
+    for importer, module in (
+        *(("model/facts.py", "agent.host.plan.goal.Plan"), ("host/plan/goal.py", "agent.machine.vendors.VENDORS")),
+        *(("machine/run.py", "agent.host.vendors.HOST_VENDORS"), ("machine/run.py", "agent.config.settings.Config")),
+        *(("dra/service.py", "agent.machine.run.main"), ("dra/service.py", "agent.config.settings.Config")),
+        *(
+            ("host/plan/goal.py", "agent.host.observe.host.observe"),
+            ("host/reconcile.py", "agent.host.daemon.loop.run"),
+        ),
+    ):
+        assert not is_allowed(importer, module), importer
 
 
 def test_values_are_structs_or_named_tuples() -> None:
@@ -179,28 +189,6 @@ def test_values_are_structs_or_named_tuples() -> None:
         relative_name(each) for each in modules() if re.search(r"^@(\w+\.)?dataclass", each.read_text(), re.MULTILINE)
     }
     assert found == DATA_CLASSES
-
-
-@pytest.mark.parametrize(
-    ("importer", "module", "allowed"),
-    [
-        ("host/plan/goal.py", "agent.model.facts.Facts", True),
-        ("model/facts.py", "agent.host.plan.goal.Plan", False),
-        ("host/plan/goal.py", "agent.machine.vendors.VENDORS", False),
-        ("machine/run.py", "agent.host.vendors.HOST_VENDORS", False),
-        ("machine/run.py", "agent.config.settings.Config", False),
-        ("dra/service.py", "agent.config.settings.Config", False),
-        ("machine/run.py", "agent.dra.service.main", False),
-        ("dra/service.py", "agent.machine.run.main", False),
-        ("host/plan/goal.py", "agent.host.observe.host.observe", False),
-        ("host/reconcile.py", "agent.host.daemon.loop.run", False),
-        ("host/daemon/loop.py", "agent.host.reconcile.Outcome", True),
-        ("machine/devices.py", "agent.machine.cdi.settle", False),
-        ("cli/main.py", "agent.__version__", True),
-    ],
-)
-def test_the_check_of_imports_works(importer: str, module: str, allowed: bool) -> None:
-    assert is_allowed(importer, module) == allowed
 
 
 def reaches_outside(path: Path) -> set[str]:
@@ -258,19 +246,8 @@ def test_vendor_names_stay_with_the_vendors() -> None:
     }
     assert {key: line for key, line in found.items() if key not in ALLOWED_NAMES} == {}
     assert set(found) >= ALLOWED_NAMES, "no longer there: take it from ALLOWED_NAMES"
-
-
-@pytest.mark.parametrize(
-    ("source", "lines"),
-    [
-        ("def f(x):\n    'An NVIDIA GPU.'\n    return x == 'nvidia'\n", [3]),
-        ("PATH = f'/dev/nVidia{0}'\n", [1]),
-        ("x = {'Intel': 1}\n", [1]),
-        ("x = 'amd64'\n", []),
-    ],
-)
-def test_the_check_of_vendor_names_works(source: str, lines: list[int]) -> None:
-    assert [line for line, _ in vendor_strings(source)] == lines
+    source = "def f(x):\n    'NVIDIA.'\n    return x == 'nvidia'\nPATH = f'/dev/nVidia{0}'\nx = {'Intel': 'amd64'}\n"
+    assert {line for line, _ in vendor_strings(source)} == {3, 4, 5}
 
 
 def opened(source: str) -> list[int]:
@@ -302,6 +279,14 @@ def test_only_the_door_opens_files() -> None:
     """Any other way to open a file waits for whoever put a FIFO or a lease there, or acts on a device."""
     found = {relative_name(path): lines for path in modules() if (lines := opened(path.read_text()))}
     assert set(found) == DOORS
+    for source, lines in (
+        ("open(path)\nwith io.open(path) as file:\n    pass\n", [1, 2]),
+        ("os.open(path, os.O_RDONLY)\nos.open(os.devnull, os.O_WRONLY)\nopen(os.memfd_create(name))\n", [1]),
+        ("open(os.open(path, os.O_RDONLY))\n", [1, 1]),
+        ("from pathlib import Path\nPath(place).read_bytes()\nimport shutil\nfrom os import open\n", [1, 2, 3, 4]),
+        ("system.read_text(path)\nopening.stream(path)\nself._wakeups.open()\n", []),
+    ):
+        assert sorted(opened(source)) == lines, source
 
 
 REMOVALS = re.compile(
@@ -323,30 +308,6 @@ def test_every_tree_is_removed_through_one_door() -> None:
             lines = [line for line in path.read_text().splitlines() if REMOVALS.search(line)]
             found |= {name: lines} if lines else {}
     assert found == {}
-
-
-@pytest.mark.parametrize(
-    ("line", "finds"),
-    [
-        *((line, True) for line in ("rm -rf x", "rm --force -R x", "rm -r x", "rm --recursive x", "find x -delete")),
-        *((line, True) for line in ('run("rm", "-rf", x)', "shutil.rmtree(x)", "os.removedirs(x)")),
-        *((line, False) for line in ("rm -f x", "rm x-r", "podman build --rm -f x", 'run("rm", "-f", x)')),
-    ],
-)
-def test_the_check_of_removals_works(line: str, finds: bool) -> None:
-    assert bool(REMOVALS.search(line)) is finds
-
-
-@pytest.mark.parametrize(
-    ("source", "lines"),
-    [
-        ("open(path)\nwith io.open(path) as file:\n    pass\n", [1, 2]),
-        ("os.open(path, os.O_RDONLY)\nos.open(os.devnull, os.O_WRONLY)\nopen(os.memfd_create(name))\n", [1]),
-        ("open(os.open(path, os.O_RDONLY))\n", [1, 1]),
-        ("from pathlib import Path\nPath(place).read_bytes()\n", [1, 2]),
-        ("import shutil\nfrom os import open\n", [1, 2]),
-        ("system.read_text(path)\nopening.stream(path)\nself._wakeups.open()\n", []),
-    ],
-)
-def test_the_check_of_opening_calls_works(source: str, lines: list[int]) -> None:
-    assert sorted(opened(source)) == lines
+    removals = ["rm -rf x", "rm --force -R x", "rm -r x", "rm --recursive x", "find x -delete", "os.removedirs(x)"]
+    assert all(map(REMOVALS.search, [*removals, 'run("rm", "-rf", x)', "shutil.rmtree(x)"]))
+    assert not any(map(REMOVALS.search, ["rm -f x", "rm x-r", "podman build --rm -f x", 'run("rm", "-f", x)']))

@@ -38,9 +38,6 @@ def test_rows_are_parts_with_their_versions(tmp_path: Path) -> None:
         "| containerd | 2.1 | test_runtimes (1) |",
         "| runc | 1.1 | test_pods (1) |",
     ]
-
-
-def test_a_row_of_many_files_has_their_number(tmp_path: Path) -> None:
     cases = [case(f"test_{number}", "a", ("runc", "1.1")) for number in range(FILES_LIMIT + 1)]
     path = results(tmp_path, *cases, case("test_0", "b", ("runc", "1.1")))
     assert table(path).splitlines()[-1] == "| runc | 1.1 | 10 tests in 9 files |"
