@@ -141,8 +141,6 @@ class Outcome(Struct, frozen=True):
     concerned: Mapping[str, str] = field(default_factory=dict)
     """The machine's name for each failure that concerns only one machine, by the failure's sentence. All other failures
     may concern any machine."""
-    duration: float = 0.0
-    """Seconds that the pass took."""
     finished: float = 0.0
     """When the pass ended, in seconds since the epoch."""
 
@@ -275,7 +273,6 @@ class Reconciler(Struct):
         Raises AgentError if no pass is possible. One of these errors is ConfigChangedError: another process has changed
         the configuration, so a pass with the old one would undo what that process did.
         """
-        started = time.monotonic()
         with pass_lock(self.system, self.progress, self.wait_until):
             if self.in_force:
                 self.in_force.check()
@@ -304,7 +301,6 @@ class Reconciler(Struct):
             actions=tuple(Done(action.kind, action.describe()) for action in applied.done),
             failures=(*failures, *faults),
             concerned={**applied.concerned, **faults},
-            duration=time.monotonic() - started,
             finished=time.time(),
         )
 

@@ -70,7 +70,7 @@ def view(now: float = 1.7e9, observed: Facts | None = None, version: str = VERSI
     return View(
         version,
         (machine,),
-        Outcome(observed or facts(now), (machine,), duration=0.2, finished=now),
+        Outcome(observed or facts(now), (machine,), finished=now),
         observed=now,
         config_loaded=now,
         wakeups=tuple(Tally(name, watching=True) for name in SOURCES),
@@ -82,7 +82,7 @@ def metrics(view: View) -> Metrics:
     """Return the metrics of a service that has made one pass, and seen one error of each GPU."""
     found = Metrics()
     if view.outcome:
-        found.passed(view.outcome)
+        found.passed(view.outcome, 0.2)
     for address in ADDRESSES:
         found.gpu_error(address, 63, 1)
     return found

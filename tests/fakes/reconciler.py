@@ -58,7 +58,7 @@ VENDOR = VendorFacts(
 def outcome(*machines: MachineOutcome, vendor: VendorFacts = VENDOR, failures: tuple[str, ...] = ()) -> Outcome:
     """Return the outcome of a pass over a host with one vendor's GPUs."""
     facts = Facts(architecture="x86_64", systemd_version=252, template_device_allow=(), vendors=(vendor,), machines=())
-    return Outcome(facts=facts, machines=machines, failures=failures, duration=0.01, finished=time.time())
+    return Outcome(facts=facts, machines=machines, failures=failures, finished=time.time())
 
 
 class SimulatedReconciler:

@@ -5,7 +5,6 @@ import select
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -21,10 +20,6 @@ from agent.system.trust import read_seen
 from agent.vendors.host_vendor import GpuError
 
 log = logging.getLogger(__name__)
-
-
-Counted: TypeAlias = Callable[[str, int, int], None]
-"""Called with a GPU's PCI address, an error's number, and how often it occurred."""
 
 
 class _Unrecorded(Struct):
@@ -46,39 +41,43 @@ class GpuErrors:
     def __init__(
         self,
         system: System,
-        counted: Counted = lambda address, number, times: None,
+        counted: Callable[[str, int, int], None] = lambda address, number, times: None,
         open_log: Callable[[str, int | None], KernelLog] = open_kernel_log,
     ) -> None:
-        """Begin to follow the log. `open_log` gets the log's path and the number of the last log record that was read.
+        """Set what is followed. `counted` gets a GPU's address, an error's number, and how often the error occurred.
 
-        At the first start after a boot of the host, no log record has been read yet. In that case, existing log records
-        are skipped, because it is unknown to which drivers the GPUs were bound when these were written.
+        `open_log` gets the log's path and the number of the last log record that was read.
         """
-        self.counted = counted
         self.error = ""
         """Why the log cannot be read; empty if it can."""
         self.last: dict[str, str] = {}
         """The last error of each GPU, and when it was read, by PCI address."""
-        self._system, self._open = system, open_log
+        self._system, self._counted, self._open = system, counted, open_log
         self._unrecorded: dict[GpuError, _Unrecorded] = {}
         """Fatal errors that are not yet recorded in the host half's state, the oldest first."""
         self._log: KernelLog | None = None
-        self._last_saved, self._unsaved = LOG_POSITION.read(KERNEL_LOG_READ, system), False
+        self._position, self._unsaved = LOG_POSITION.read(KERNEL_LOG_READ, system), False
         """The position that was last saved, or was to be saved. If it could not be written, `_unsaved` is True."""
-        self._sequence = self._last_saved.sequence if self._last_saved else None
-        """Number of the last log record that was read. At the first start after a boot, this is None until the old log
-        records are skipped."""
-        self._listen()
+        self._sequence = self._position.sequence if self._position else None
+        """Number of the last log record that was read. At the first start after a boot of the host, this is None until
+        the records that exist are skipped: it is unknown to which drivers the GPUs were bound when they were written.
+        """
 
     def open(self) -> None:
         """Open the log, unless it is open. Raises OSError."""
         if self._log is None:
-            self._listen()
-        if self._log is None:
-            raise OSError(self.error)
+            try:
+                self._log = self._open(self._system.full_path(PATH), self._sequence)
+            except OSError as error:
+                raise self._failed(error) from error
+            self.error = ""
+            if self._sequence is None:
+                # The first read skips the records that exist already. So read now: a first read in the first pass would
+                # also skip the records that are written until then.
+                self._read()
 
     def close(self) -> None:
-        """Close the log; the next `open` or `read` opens it again."""
+        """Close the log; the next `open` or `needs_pass` opens it again."""
         if self._log:
             self._log.close()
             self._log = None
@@ -87,34 +86,45 @@ class GpuErrors:
         return {self._log.fileno(): select.POLLIN} if self._log else {}
 
     def needs_pass(self) -> bool:
-        """Do what `read` does, but raise OSError if the log cannot be read."""
-        fatal = self.read()
-        if self._log is None:
-            raise OSError(self.error)
-        return fatal
-
-    def read(self) -> bool:
-        """Read new log records. Return whether a fatal error was recorded in the host half's state.
-
-        If the log cannot be read, `error` has the reason.
+        """Read new log records. Return whether a fatal error was recorded in the host half's state. Raises OSError.
 
         Errors that earlier reads could not record, for example on a full disk, are tried again: the kernel does not
         repeat them.
         """
+        recorded = self._record()
         self._read()
-        return self._record()
+        return self._record() or recorded
+
+    def save_position(self, addresses: Iterable[str]) -> None:
+        """Record how far the log was read, for the next start. `addresses` are the host's GPUs. Raises OSError."""
+        if self._sequence is None or self._unrecorded:
+            # Without a sequence number, there is no position to save. If there are unrecorded errors, keep the old
+            # position, so that the next start of the service reads these errors again.
+            return
+        # Until all old records of the log are read, keep the bindings that were saved last: the current bindings may be
+        # newer than the old records.
+        keep = self._log is None or self._log.behind
+        last = self._position.bindings if self._position else {}
+        position = LogPosition(sequence=self._sequence, bindings=last if keep else bindings(self._system, addresses))
+        if position != self._position or self._unsaved:
+            self._position, self._unsaved = position, True
+            LOG_POSITION.write(KERNEL_LOG_READ, position, self._system)
+            self._unsaved = False
+
+    def _failed(self, error: OSError) -> OSError:
+        self.close()
+        self.error = f"{PATH}: {error.strerror}"
+        return OSError(self.error)
 
     def _read(self) -> None:
-        if self._log is None:
-            self._listen()
+        self.open()
         if self._log is None:
             return
         overruns, behind = self._log.overruns, self._log.behind
         try:
             texts = self._log.read()
         except OSError as error:
-            self._close_after_error(f"{PATH}: {error.strerror}")
-            return
+            raise self._failed(error) from error
         # At the first start after a boot, `_sequence` stays None until all old records are skipped. Otherwise, if a
         # restart interrupted the skipping, the service would read the remaining old records as new ones.
         if self._sequence is not None or not self._log.behind:
@@ -123,36 +133,12 @@ class GpuErrors:
             log.warning("%s: records were overwritten before they were read; GPU errors may have been missed", PATH)
         # If many log records have the same error, check and log the error once.
         found = (vendor.parse_kernel_message(text) for text in texts for vendor in HOST_VENDORS)
-        times = Counter(each for each in found if each)
-        for each, count in times.items():
-            if self._is_present(each.pci_address):
+        for each, count in Counter(each for each in found if each).items():
+            # Errors at an address where no GPU is, or had an earlier error, are ignored. This limits the number of
+            # series of unbounded_agent_gpu_xid_errors_total, because a host has few slots.
+            address = each.pci_address
+            if address in self.last or read_seen(self._system.exists, f"{PCI_DEVICES}/{address}") is True:
                 self._handle(each, count, behind)
-
-    def save_position(self, addresses: Iterable[str]) -> None:
-        """Record how far the log was read, for the next start of the service. `addresses` are the host's GPUs."""
-        if self._sequence is None or self._unrecorded:
-            # Without a sequence number, there is no position to save. If there are unrecorded errors, keep the old
-            # position, so that the next start of the service reads these errors again.
-            return
-        # Until all old records of the log are read, keep the bindings that were saved last: the current bindings may be
-        # newer than the old records.
-        keep = self._log is None or self._log.behind
-        last = self._last_saved.bindings if self._last_saved else {}
-        try:
-            position = LogPosition(
-                sequence=self._sequence, bindings=last if keep else bindings(self._system, addresses)
-            )
-            if position == self._last_saved and not self._unsaved:
-                return
-            self._last_saved = position
-            LOG_POSITION.write(KERNEL_LOG_READ, position, self._system)
-            self._unsaved = False
-        except OSError as problem:
-            if not self._unsaved:
-                log.error(
-                    "cannot save the read position of %s; each pass tries again: %s", PATH, one_line(str(problem))
-                )
-            self._unsaved = True
 
     def _handle(self, error: GpuError, count: int, behind: bool) -> None:
         """Count and log an error. If it is fatal, note it for `_record`.
@@ -162,19 +148,19 @@ class GpuErrors:
         position.
         """
         address = error.pci_address
-        self.counted(address, error.number, count)
+        self._counted(address, error.number, count)
         self.last[address] = f"{error.meaning} (read at {rfc3339(time.time())})"
         level = logging.INFO if error.from_application else logging.WARNING
         log.log(level, "%s: %s%s", address, error.meaning, f" ({count} times)" if count > 1 else "")
-        saved = self._last_saved.bindings.get(address) if self._last_saved else None
         if not (error.lost or error.fault):
             return
         try:
+            saved = self._position.bindings.get(address) if self._position else None
             bound = saved if behind else binding(self._system, address)
         except OSError as problem:
             log.error("cannot record the fault of GPU %s: %s", address, one_line(str(problem)))
-            return
-        self._unrecorded.setdefault(error, _Unrecorded(bound, time.time()))
+        else:
+            self._unrecorded.setdefault(error, _Unrecorded(bound, time.time()))
 
     def _record(self) -> bool:
         """Record the noted errors in the host half's state, and return whether this state changed.
@@ -202,29 +188,3 @@ class GpuErrors:
             else:
                 del self._unrecorded[error]
         return changed
-
-    def _is_present(self, address: str) -> bool:
-        """Return whether the GPU is on the PCI bus, or was there when it had an earlier error.
-
-        Errors at any other address are ignored. This limits the number of series of
-        unbounded_agent_gpu_xid_errors_total, because a host has few slots.
-        """
-        return address in self.last or read_seen(self._system.exists, f"{PCI_DEVICES}/{address}") is True
-
-    def _listen(self) -> None:
-        try:
-            self._log = self._open(self._system.root.rstrip("/") + PATH, self._sequence)
-        except OSError as error:
-            self._close_after_error(f"{PATH}: {error.strerror}")
-        else:
-            self.error = ""
-            if self._sequence is None:
-                # The first read skips the records that exist already. So read now: a first read in the first pass would
-                # also skip the records that are written until then.
-                self._read()
-
-    def _close_after_error(self, why: str) -> None:
-        self.close()
-        if why != self.error:
-            log.warning("cannot read the kernel log, so GPU errors go unnoticed; each pass tries again: %s", why)
-        self.error = why

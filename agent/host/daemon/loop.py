@@ -11,7 +11,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from types import FrameType
 from typing import Protocol, TextIO
 
@@ -20,9 +19,8 @@ from msgspec import Struct
 from agent import __version__
 from agent.config.load import Loaded
 from agent.config.settings import Config
-from agent.host.daemon import health
 from agent.host.daemon.gpu_errors import GpuErrors
-from agent.host.daemon.health import PASSES, Fixes, Pass, View
+from agent.host.daemon.health import Fixes, Pass, View, changes, in_brief, status_line
 from agent.host.daemon.metrics import Metrics, unseen
 from agent.host.daemon.pages import publish
 from agent.host.daemon.server import Endpoint, Server, listen_locally
@@ -33,7 +31,7 @@ from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import Condition, ConditionType
 from agent.model.errors import AgentError, ConfigChangedError, ConfigError
-from agent.model.goal import fault, in_words
+from agent.model.goal import in_words
 from agent.model.paths import INSTANCE_LOCK, RUNTIME, SERVICE_STATE, STATUSZ_SOCKET
 from agent.model.text import one_line, rfc3339
 from agent.system.deadlines import stuck
@@ -42,6 +40,32 @@ from agent.system.process import host_runner
 from agent.system.trust import discarded
 
 log = logging.getLogger(__name__)
+
+
+class Attempt(Struct):
+    """How a piece of work ended."""
+
+    error: Exception | None = None
+    """Why it failed; None if it did not."""
+
+    @property
+    def unexpected(self) -> Exception | None:
+        """The error, if it is none that the agent raises or handles: the log has its traceback."""
+        return None if isinstance(self.error, AgentError | OSError) else self.error
+
+    @property
+    def why(self) -> str:
+        return in_words(self.unexpected) if self.unexpected else str(self.error)
+
+
+@contextlib.contextmanager
+def attempt() -> Iterator[Attempt]:
+    """Catch any error of the block: the service continues, because a restarted one would meet the same error."""
+    made = Attempt()
+    try:
+        yield made
+    except Exception as error:
+        made.error = error
 
 
 class EventLog:
@@ -54,11 +78,6 @@ class EventLog:
         self._faults: dict[str, str] = {}
         """By piece of work: why the last attempt at it failed. Work whose last attempt succeeded is not listed."""
 
-    def rejected(self, why: str) -> None:
-        """Log why the configuration is invalid. If it is valid, `why` is empty, and nothing is logged."""
-        for line in why.splitlines():
-            log.error("configuration rejected, using the last good one: %s", one_line(line))
-
     def outcome(self, outcome: Outcome) -> None:
         """Log what is new in the outcome of a pass."""
         self.failures(outcome.failures)
@@ -68,18 +87,11 @@ class EventLog:
                 log.warning("%s", one_line(sentence))
         self._problems = problems
         for machine in outcome.machines:
-            for level, sentence in health.changes(machine, self._conditions.get(machine.name, {})):
+            for level, sentence in changes(machine, self._conditions.get(machine.name, {})):
                 log.log(level, "%s", sentence)
         self._conditions = {
             machine.name: {each.type: each for each in machine.conditions} for machine in outcome.machines
         }
-
-    def unfinished(self, error: Exception) -> str:
-        """Log why a pass did not finish, with the traceback if the error is unexpected. Return the reason."""
-        expected = isinstance(error, AgentError | OSError)
-        why = str(error) if expected else in_words(error)
-        self.failures((f"the last pass failed: {why}",), None if expected else error)
-        return why
 
     def failures(self, failures: tuple[str, ...], cause: Exception | None = None) -> None:
         """Log the failures that the previous pass did not have, with the traceback of `cause`.
@@ -95,32 +107,23 @@ class EventLog:
 
     @contextlib.contextmanager
     def guarded(self, work: str) -> Iterator[None]:
-        """Log any error of the block with its traceback, and suppress it: other work must go on.
+        """Log any error of the block, and suppress it: other work must go on.
 
         An error that comes back at each attempt is logged once. `work` completes the sentence "cannot ...".
         """
-        try:
+        with attempt() as made:
             yield
-        except Exception as error:
-            why = fault(work, error).why
-            if self._faults.get(work) != why:
-                log.error("%s", why, exc_info=error)
-            self._faults[work] = why
-        else:
+        if made.error is None:
             self._faults.pop(work, None)
-
-
-def why_not_read(error: Exception) -> str:
-    """Return why the configuration could not be read or used."""
-    return str(error) if isinstance(error, AgentError) else fault("read the configuration", error).why
+        elif self._faults.get(work) != made.why:
+            self._faults[work] = made.why
+            log.error("cannot %s: %s", work, one_line(made.why), exc_info=made.unexpected)
 
 
 PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 """Levels of syslog(3), which precede a line as `<N>` (sd-daemon(3))."""
 STATUS_LIMIT = 500
 """Characters of STATUS=, which `systemctl status` shows in one line."""
-
-
 FIRST_PASSED = 3
 """The first file descriptor that systemd passes (SD_LISTEN_FDS_START)."""
 
@@ -208,24 +211,15 @@ class Signals:
     """
 
     def __init__(self, notifier: Notifier, grace: float) -> None:
-        self.reload = False
-        self.stop = False
+        self.reload = self.stop = self._in_pass = False
         self._notifier, self._grace = notifier, grace
-        self._in_pass = False
         self._reading, self._writing = socket.socketpair()
         for end in (self._reading, self._writing):
             end.setblocking(False)
         # The interpreter's C handler writes to this socket, so no signal is lost between checking a flag and waiting.
         signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGHUP, self._on_reload)
-        signal.signal(signal.SIGTERM, self._on_stop)
-        signal.signal(signal.SIGINT, self._on_stop)
-        signal.signal(signal.SIGALRM, self._on_grace_over)
-
-    @property
-    def pending(self) -> bool:
-        """Whether the loop must stop waiting."""
-        return self.stop or self.reload
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, self._on_signal)
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when a signal arrives."""
@@ -249,24 +243,23 @@ class Signals:
         finally:
             self._in_pass = False
 
-    def _on_reload(self, number: int, frame: FrameType | None) -> None:
-        self.reload = True
-
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stop:
-            # An earlier signal has begun the grace period. Do not begin it again.
-            return
-        self.stop = True
-        self._notifier.send("STOPPING=1")
-        signal.setitimer(signal.ITIMER_REAL, self._grace)
-
-    def _on_grace_over(self, number: int, frame: FrameType | None) -> None:
-        if self._in_pass:
-            raise PassInterruptedError
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self.reload = True
+        elif number == signal.SIGALRM:
+            if self._in_pass:
+                raise PassInterruptedError
+        elif not self.stop:
+            # Later signals do not begin the grace period again.
+            self.stop = True
+            self._notifier.send("STOPPING=1")
+            signal.setitimer(signal.ITIMER_REAL, self._grace)
 
 
 Progress = Callable[[str], None]
 
+PASSES = 20
+"""How many passes are remembered: enough for all passes after one event, and some earlier ones."""
 PROGRESS_INTERVAL = 1.0
 """Minimum seconds between two signs of life in a step, which may have hundreds of parts, such as a driver's files."""
 WATCHDOG_SHARE = 5 / 12
@@ -321,46 +314,44 @@ class Daemon:
         make: Callable[[Loaded, Progress], Passes],
         notifier: Notifier,
         timing: Timing,
-        gpu_errors: GpuErrors,
-        wakeups: Wakeups,
-        local: Server,
+        system: System,
         fix: Fix = lambda *_: {},
-        record: Callable[[ServiceState], None] = lambda _: None,
     ) -> None:
-        self._fix, self._record = fix, record
+        self._load, self._make, self._notifier, self._timing, self._fix = load, make, notifier, timing, fix
+        self._system = system
         self._state: ServiceState | None = None
-        """What was recorded last."""
-        self._load, self._make, self._notifier, self._timing = load, make, notifier, timing
-        self._wakeups = wakeups
+        """What `doctor` reads of the service, as it was recorded last."""
         self._watchdog = watchdog_interval(os.environ)
-        self._metrics = Metrics()
-        self._gpu_errors = gpu_errors
-        gpu_errors.counted = self._metrics.gpu_error
-        self._event_log = EventLog()
+        self._event_log, self._metrics = EventLog(), Metrics()
+        self._gpu_errors = GpuErrors(system, self._metrics.gpu_error)
+        sources = host_sources(system, HOST_VENDORS, lambda: self.config.driver)
+        self._wakeups = Wakeups((*sources, self._gpu_errors))
         loaded = load()
         self.config, self._before = loaded.config, loaded.before
-        self._config_good, self._config_loaded = not loaded.rejected, time.time()
         self._reconciler = self._make(loaded, self._progress)
-        self._event_log.rejected(loaded.rejected)
-        self._endpoint = Endpoint(self.config.metrics.address, listeners(os.environ))
-        self._local = local
-        self._outcome: Outcome | None = None
-        self._observed = 0.0
-        """When a pass last observed the devices of all vendors, in seconds since the epoch; 0 if none has."""
-        self._why_stale = "the first pass has not finished"
-        """Why there is no fresh observation; empty after a completed pass."""
         self._passes: deque[Pass] = deque(maxlen=PASSES)
+        self.view = View(
+            __version__,
+            (),
+            why_stale="the first pass has not finished",
+            config_good=not loaded.rejected,
+            config_loaded=time.time(),
+            passes=self._passes,
+        )
+        self._log_rejected(loaded.rejected)
+        self._endpoint = Endpoint(self.config.metrics.address, listeners(os.environ))
+        self.local = Server(listen_locally(system.full_path(RUNTIME), STATUSZ_SOCKET))
         self._failed_in_a_row = 0
         self._progress_reported = 0.0
         self._pending_since: float | None = None
         self._publish()
-        self._record_state(ServiceState())
 
     def loop(self, signals: Signals) -> None:
         """Run until SIGTERM or SIGINT."""
         ready, trigger = False, "start"
         self._wakeups.open()
         while not signals.stop:
+            signals.drain()
             reloading, signals.reload = signals.reload, False
             if reloading:
                 trigger = "reload"
@@ -368,93 +359,93 @@ class Daemon:
                     self.reload()
             self._endpoint.listen()
             self.work(trigger, signals)
-            newly_ready = not ready and not self._why_stale
+            newly_ready = not ready and not self.view.why_stale
             ready = ready or newly_ready
             if newly_ready or (reloading and ready):
                 self._notifier.send("READY=1")
-            if not signals.stop:
-                trigger, delay = self.next_pass()
-                if source := self._wakeups.wait(delay, signals):
-                    trigger = source
-                    self._metrics.event(self._wakeups.first)
+            trigger, delay = self.next_pass()
+            if source := self._wakeups.wait(delay, signals.fileno()):
+                trigger = source
+                self._metrics.event(self._wakeups.first)
 
     def reload(self) -> None:
         """Read the configuration again. If the files are invalid, keep the one in use, or use a newer last good one."""
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
-        try:
+        with attempt() as made:
             loaded = self._load()
             # If another process has saved a newer last good configuration, use that one: machines start with it.
             if loaded.rejected and (loaded.before == self._before or loaded.config == self.config):
                 raise ConfigError(loaded.rejected)
             self._reconciler = self._make(loaded, self._progress)
-        except Exception as error:
-            # Any error: while the package is being upgraded, even the import of the validating modules may fail.
-            self._reconciler.rejected = why_not_read(error)
-        else:
-            self.config, self._before, self._config_loaded = loaded.config, loaded.before, time.time()
-        self._config_good = not self._reconciler.rejected
-        self._event_log.rejected(self._reconciler.rejected)
-        try:
+            self.config, self._before, self.view.config_loaded = loaded.config, loaded.before, time.time()
+        if made.error:
+            # While the package is being upgraded, even the import of the validating modules may fail.
+            lead = "cannot read the configuration: " if made.unexpected else ""
+            self._reconciler.rejected = f"{lead}{made.why}"
+        self._log_rejected(self._reconciler.rejected)
+        with attempt() as moved:
             self._endpoint.move(self.config.metrics.address)
-        except Exception as error:
-            self._config_good = False
-            log.error("metrics and health pages stay at their former address: %s", one_line(why_not_read(error)))
-        if self._config_good:
+        if moved.error:
+            log.error("metrics and health pages stay at their former address: %s", one_line(moved.why))
+        self.view.config_good = not self._reconciler.rejected and not moved.error
+        if self.view.config_good:
             log.info("configuration reloaded")
-        self._metrics.reloaded(self._config_good)
+        self._metrics.reloaded(self.view.config_good)
+
+    def _log_rejected(self, why: str) -> None:
+        for line in why.splitlines():
+            log.error("configuration rejected, using the last good one: %s", one_line(line))
 
     def work(self, trigger: str, signals: Signals) -> None:
         """Make one pass and report it."""
         self._notifier.send("WATCHDOG=1")
-        started, actions, unfinished = time.monotonic(), tuple[str, ...](), ""
+        started, view, actions = time.monotonic(), self.view, tuple[str, ...]()
         # Read the kernel log first, so that the pass sees which GPUs the log reports as lost.
-        with self._event_log.guarded("follow GPU errors"):
-            self._gpu_errors.read()
-        try:
+        with self._event_log.guarded("follow GPU errors; each pass tries again"):
+            self._gpu_errors.needs_pass()
+        with attempt() as made:
             with signals.in_pass():
                 outcome = self._reconciler.run_pass()
-            self._outcome, self._why_stale = outcome, ""
+            view.outcome, view.why_stale, actions = outcome, "", outcome.sentences
             if not unseen(outcome.facts):
-                self._observed = outcome.finished
+                view.observed = outcome.finished
             # The GPUs' addresses are needed, because each GPU's binding to a driver is saved with the position.
-            self._gpu_errors.save_position(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
+            with self._event_log.guarded("save the read position of /dev/kmsg; each pass tries again"):
+                self._gpu_errors.save_position(gpu.pci_address for each in outcome.facts.vendors for gpu in each.gpus)
             self._event_log.outcome(outcome)
-            self._metrics.passed(outcome)
-            actions = outcome.sentences
-        except ConfigChangedError:
+        if isinstance(made.error, ConfigChangedError):
             # A command, or the start of a machine, has read newer files: read them too before the next pass.
             signals.reload = True
             return
-        except Exception as error:
-            # The loop continues after any error, because a restarted service would meet the same error.
-            self._metrics.failed(time.monotonic() - started)
-            unfinished = self._event_log.unfinished(error)
-            self._why_stale = f"the last pass failed: {unfinished}"
-        failures, seconds = self._event_log.last_failures, round(time.monotonic() - started, 3)
-        self._passes.append(Pass(rfc3339(time.time()), trigger, seconds, actions, failures))
+        if made.error:
+            view.why_stale = f"the last pass failed: {made.why}"
+            self._event_log.failures((view.why_stale,), made.unexpected)
+        failures, seconds = self._event_log.last_failures, time.monotonic() - started
+        self._metrics.passed(None if made.error else view.outcome, seconds)
+        self._passes.append(Pass(rfc3339(time.time()), trigger, round(seconds, 3), actions, failures))
         self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
         if not failures and not self._pending:
             self._metrics.converged()
         with self._event_log.guarded("publish the pages"):
             self._publish()
-        status = self._why_stale or health.status_line(self._machines(), failures)
+        status = view.why_stale or status_line(self._machines(), failures)
         unserved = self._endpoint.error
         self._notifier.status(f"no metrics: {unserved}; {status}" if unserved else status)
-        failed = "" if unfinished else health.in_brief(failures)
-        self._record_state(ServiceState(unserved, unfinished, failed))
+        unfinished, failed = (made.why, "") if made.error else ("", in_brief(failures))
+        if (state := ServiceState(unserved, unfinished, failed)) != self._state:
+            with self._event_log.guarded(f"write {SERVICE_STATE}"):
+                SERVICE_STATES.write(SERVICE_STATE, state, self._system)
+                self._state = state
         self._notifier.send("WATCHDOG=1")
 
     def next_pass(self) -> tuple[str, float]:
         """Return what triggers the next pass if no event or signal does, and in how many seconds."""
         timing, now = self._timing, time.monotonic()
-        if not self._pending:
-            self._pending_since = None
-        elif self._pending_since is None:
-            self._pending_since = now
+        self._pending_since = (self._pending_since or now) if self._pending else None
         if self._failed_in_a_row:
             trigger, delay = "retry", min(timing.interval, timing.back_off * 2 ** min(self._failed_in_a_row - 1, 10))
         elif self._pending_since is not None and now - self._pending_since < timing.pending_limit:
-            watched = self._wakeups.watches(REPORTS)
+            watched = self._wakeups.tallies[REPORTS].watching
             trigger, delay = "pending", timing.pending_watched if watched else timing.pending
         else:
             trigger, delay = "timer", timing.interval
@@ -477,48 +468,27 @@ class Daemon:
         # The first pass may exceed TimeoutStartSec=, if it copies a whole driver from a slow disk.
         self._notifier.send("WATCHDOG=1", f"EXTEND_TIMEOUT_USEC={START_STEP * 1_000_000}")
 
-    def _notes(self) -> tuple[health.Check, ...]:
-        error = self._gpu_errors.error
-        last = tuple((True, f"gpu {address}", text) for address, text in sorted(self._gpu_errors.last.items()))
-        hanging = tuple((False, "stuck", what) for what in stuck())
-        return ((not error, "kernel-log", error or "ok"), *hanging, *last)
-
     def _machines(self) -> tuple[MachineOutcome, ...]:
         """Return every configured machine. A machine that no pass has evaluated yet has no conditions."""
-        evaluated = {machine.name: machine for machine in self._outcome.machines} if self._outcome else {}
+        outcome = self.view.outcome
+        evaluated = {machine.name: machine for machine in outcome.machines} if outcome else {}
         return tuple(evaluated.get(name) or MachineOutcome(name, ()) for name in sorted(self.config.machines))
 
     def _publish(self) -> None:
-        view = View(
-            version=__version__,
-            machines=self._machines(),
-            outcome=self._outcome,
-            why_stale=self._why_stale,
-            written=time.time(),
-            observed=self._observed,
-            config_good=self._config_good,
-            config_loaded=self._config_loaded,
-            passes=self._passes,
-            wakeups=self._wakeups.tallies,
-            notes=self._notes(),
-            discarded=discarded(),
-            fixes=self._fixes(),
-            stuck=stuck(),
+        view, error = self.view, self._gpu_errors.error
+        view.machines, view.written = self._machines(), time.time()
+        view.discarded, view.stuck = discarded(), stuck()
+        view.wakeups = tuple(self._wakeups.tallies.values())
+        view.notes = (
+            (not error, "kernel-log", error or "ok"),
+            *((False, "stuck", what) for what in view.stuck),
+            *((True, f"gpu {address}", text) for address, text in sorted(self._gpu_errors.last.items())),
         )
-        publish(view, self._endpoint, self._local, self._metrics, self._timing.evidence, self._event_log.guarded)
-
-    def _record_state(self, state: ServiceState) -> None:
-        """Record what `doctor` reads of the service, if that has changed."""
-        if state != self._state:
-            with self._event_log.guarded(f"write {SERVICE_STATE}"):
-                self._record(state)
-                self._state = state
-
-    def _fixes(self) -> Fixes:
-        if self._outcome:
+        view.fixes = {}
+        if view.outcome:
             with self._event_log.guarded("name the commands that fix faults"):
-                return self._fix(self.config, self._outcome)
-        return {}
+                view.fixes = self._fix(self.config, view.outcome)
+        publish(view, self._endpoint, self.local, self._metrics, self._timing.evidence, self._event_log.guarded)
 
 
 def run(
@@ -536,13 +506,8 @@ def run(
     log_to(sys.stderr)
     timing, system = timing or Timing(), system or System(host_runner)
     notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
-    busy = "another unbounded-agent already serves this host"
-    with locked(system, INSTANCE_LOCK, 0, busy):
-        gpu_errors = GpuErrors(system)
-        wakeups = Wakeups((*host_sources(system, HOST_VENDORS, lambda: daemon.config.driver), gpu_errors))
-        local = Server(listen_locally(system.full_path(RUNTIME), STATUSZ_SOCKET))
-        record = partial(SERVICE_STATES.write, SERVICE_STATE, system=system)
-        daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local, fix, record)
+    with locked(system, INSTANCE_LOCK, 0, "another unbounded-agent already serves this host"):
+        daemon = Daemon(load, make, notifier, timing, system, fix)
         signals = Signals(notifier, timing.grace)
         try:
             daemon.loop(signals)

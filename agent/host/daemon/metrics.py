@@ -19,7 +19,7 @@ from agent.host.reconcile import MachineOutcome, Outcome, granted_to
 from agent.host.verify.gpu_states import listed_gpus
 from agent.model.conditions import ConditionType, Reason, Status, unknown
 from agent.model.device import DeviceKind
-from agent.model.facts import Broken, DeviceNode, Facts, Gpu, Unseen
+from agent.model.facts import Broken, Facts, Gpu, Unseen, VendorFacts
 from agent.model.goal import ActionKind
 
 PREFIX = "unbounded_agent"
@@ -47,35 +47,8 @@ Samples: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 """The values of the labels, and the number, of each series."""
 
 
-class Memory:
-    """What earlier scrapes or passes have shown, and what decides what is shown now."""
-
-    def __init__(self) -> None:
-        self._versions: set[str] = set()
-        self._stopped: dict[str, bool] = {}
-
-    def version(self, version: str) -> str:
-        """Return the version; OTHER if it is malformed, or if VERSIONS other versions have already been shown."""
-        if version not in self._versions and (len(self._versions) >= VERSIONS or not VERSION.fullmatch(version)):
-            return OTHER
-        self._versions.add(version)
-        return version
-
-    def stopped(self, facts: Facts) -> set[str]:
-        """Return the machines that somebody stopped since the host booted, as was last known.
-
-        While systemd does not answer, the state of no unit is known, and a page about a machine that was stopped on
-        purpose would wake a person.
-        """
-        for machine in facts.machines:
-            if not isinstance(machine.unit_state, Unseen):
-                # A machine whose unit failed does not count as stopped: no user stopped it.
-                self._stopped[machine.name] = machine.has_run and machine.unit_state == "inactive"
-        return {machine.name for machine in facts.machines if self._stopped.get(machine.name)}
-
-
 class Row(NamedTuple):
-    """A metric whose samples are made for each page."""
+    """A metric whose samples are made for each page, from the view or from the outcome."""
 
     name: str
     text: str
@@ -86,13 +59,13 @@ class Row(NamedTuple):
 
 def _one(name: str, text: str, number: Callable[..., float | None]) -> Row:
     """Return a metric without labels. It has no sample if there is no number."""
-    return Row(name, text, (), lambda *shown: [] if (found := number(*shown)) is None else [((), found)])
+    return Row(name, text, (), lambda shown: [] if (found := number(shown)) is None else [((), found)])
 
 
 def _machine(name: str, text: str, number: Callable[[MachineOutcome], float | None]) -> Row:
     """Return a metric with a sample for each machine of a view or outcome that has the number."""
 
-    def samples(shown: View | Outcome, *_: object) -> Samples:
+    def samples(shown: View | Outcome) -> Samples:
         numbers = ((machine.name, number(machine)) for machine in shown.machines)
         return [((machine,), found) for machine, found in numbers if found is not None]
 
@@ -188,7 +161,7 @@ OF_VIEW = (
 """Shown even without fresh evidence. Then all conditions are Unknown, also Ready."""
 
 
-def _device_counts(outcome: Outcome, _: Memory) -> Samples:
+def _device_counts(outcome: Outcome) -> Samples:
     """Return the number of devices by kind and status. The counts of GPUs add up to host_pci_gpus.
 
     Of devices that are not GPUs, only usable nodes are known. Each such node counts as `ok`.
@@ -196,20 +169,19 @@ def _device_counts(outcome: Outcome, _: Memory) -> Samples:
     granted = granted_to(outcome.machines)
     counts = {(str(DeviceKind.GPU), status): 0 for status in GPU_STATUSES}
     for vendor in outcome.facts.vendors:
-        nodes = vendor.devices if isinstance(vendor.devices, tuple) else None
         for gpu in vendor.gpus:
-            status = _gpu_status(gpu, nodes)
+            status = _gpu_status(gpu, vendor)
             # A GPU that no machine has may be bound to vfio-pci, or be an integrated GPU without a driver. That is no
             # fault, so such a GPU counts as `unused`.
             unused = status not in ("ok", "detached") and gpu.pci_address not in granted
             counts[DeviceKind.GPU, "unused" if unused else status] += 1
-        for node in nodes or ():
+        for node in vendor.devices if isinstance(vendor.devices, tuple) else ():
             if node.kind is not DeviceKind.GPU:
                 counts[node.kind, "ok"] = counts.get((node.kind, "ok"), 0) + 1
     return counts.items()
 
 
-def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
+def _gpu_status(gpu: Gpu, vendor: VendorFacts) -> str:
     """Return a GPU's status, the first of these that applies:
 
     `detached`, `unbound` (no kernel driver), `failed` (the kernel log says that the GPU no longer answers), `unknown`
@@ -221,14 +193,14 @@ def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
         return "unbound"
     if gpu.why_lost:
         return "failed"
-    if nodes is None:
+    if not isinstance(vendor.devices, tuple):
         return "unknown"
     # A GPU has a minor number only if its driver makes GPU nodes of its own. Other GPUs have DRM's render nodes.
-    wanted = DeviceKind.DRI_RENDER if gpu.minor is None else DeviceKind.GPU
-    return "ok" if any(node.kind is wanted and node.pci_address == gpu.pci_address for node in nodes) else "missing"
+    wanted = (DeviceKind.DRI_RENDER if gpu.minor is None else DeviceKind.GPU, gpu.pci_address)
+    return "ok" if any((node.kind, node.pci_address) == wanted for node in vendor.devices) else "missing"
 
 
-def _gpu_info(outcome: Outcome, _: Memory) -> Samples:
+def _gpu_info(outcome: Outcome) -> Samples:
     for gpu in listed_gpus(outcome.facts, granted_to(outcome.machines)):
         yield (gpu.pci_address, gpu.vendor, gpu.model, gpu.uuid, ",".join(gpu.machines), gpu.state), 1
 
@@ -240,20 +212,6 @@ def _driver_versions(outcome: Outcome) -> Iterator[tuple[str, str, str]]:
             seen = (vendor.driver.module_version, vendor.driver.user_space.version)
             module, library = (version if isinstance(version, str) else "" for version in seen)
             yield vendor.vendor, module, library
-
-
-def _mismatches(outcome: Outcome, _: Memory) -> Samples:
-    for vendor, module, library in _driver_versions(outcome):
-        yield (vendor,), bool(module and library and module != library)
-
-
-def _stopped(outcome: Outcome, memory: Memory) -> Samples:
-    stopped = memory.stopped(outcome.facts)
-    return [((machine.name,), machine.name in stopped) for machine in outcome.machines]
-
-
-def _agents(outcome: Outcome, memory: Memory) -> Samples:
-    return [((each.name, memory.version(each.agent_version)), 1) for each in outcome.machines if each.agent_version]
 
 
 OF_OUTCOME = (
@@ -274,29 +232,16 @@ OF_OUTCOME = (
         "back, or gpus forget acknowledges the loss.",
         lambda machine: len(machine.lost),
     ),
-    Row(
-        "machine_stopped",
-        "1 if somebody stopped the machine since the host booted: its unit is inactive, not failed. While systemd does "
-        "not answer: what was last known.",
-        ("machine",),
-        _stopped,
-    ),
     _machine(
         "machine_report_timestamp_seconds",
         "When the machine half last reported. It does so each minute.",
         lambda machine: machine.reported or None,
     ),
     Row(
-        "machine_agent_info",
-        "Constant 1, with the version of the machine half, from its report.",
-        ("machine", "version"),
-        _agents,
-    ),
-    Row(
         "machine_repairs",
         "Changes by other programs that the machine half undid since the machine's boot, by what was changed.",
         ("machine", "what"),
-        lambda outcome, _: [
+        lambda outcome: [
             ((machine.name, what), count) for machine in outcome.machines for what, count in machine.repairs.items()
         ],
         is_counter=True,
@@ -304,7 +249,7 @@ OF_OUTCOME = (
     _one(
         "host_pci_gpus",
         "GPUs on the PCI bus, with or without a driver.",
-        lambda outcome, _: sum(len(vendor.gpus) for vendor in outcome.facts.vendors),
+        lambda outcome: sum(len(vendor.gpus) for vendor in outcome.facts.vendors),
     ),
     Row("host_devices", "Devices of the host by kind and status.", ("kind", "status"), _device_counts),
     Row(
@@ -318,7 +263,7 @@ OF_OUTCOME = (
         "When the agent read an error in the kernel log after which pods cannot rely on the GPU. Shown until the GPU "
         "has recovered.",
         ("gpu", "error"),
-        lambda outcome, _: [
+        lambda outcome: [
             ((address, fault.reason), fault.since) for address, fault in outcome.facts.gpus.faults.items()
         ],
     ),
@@ -326,24 +271,27 @@ OF_OUTCOME = (
         "driver_info",
         "Constant 1, with the versions of a driver's module and libraries; empty if unknown.",
         ("vendor", "kernel_version", "library_version"),
-        lambda outcome, _: [(each, 1) for each in _driver_versions(outcome)],
+        lambda outcome: [(each, 1) for each in _driver_versions(outcome)],
     ),
     Row(
         "driver_version_mismatch",
         "1 if the loaded module and the libraries have different versions: reload or reboot needed.",
         ("vendor",),
-        _mismatches,
+        lambda outcome: [
+            ((vendor,), bool(module and library and module != library))
+            for vendor, module, library in _driver_versions(outcome)
+        ],
     ),
-    _one("driver_roots", "Driver roots on disk.", lambda outcome, _: len(outcome.facts.staged)),
+    _one("driver_roots", "Driver roots on disk.", lambda outcome: len(outcome.facts.staged)),
     _one(
         "driver_root_bytes",
         "Total size of the files in all driver roots.",
-        lambda outcome, _: sum(each.size for root in outcome.facts.staged for each in root.files if not each.link),
+        lambda outcome: sum(each.size for root in outcome.facts.staged for each in root.files if not each.link),
     ),
     _one(
         "state_free_bytes",
         "Free space in the file system of /var/lib/unbounded-agent.",
-        lambda outcome, _: outcome.facts.state_free if isinstance(outcome.facts.state_free, int) else None,
+        lambda outcome: outcome.facts.state_free if isinstance(outcome.facts.state_free, int) else None,
     ),
 )
 """Shown only with a fresh outcome."""
@@ -364,13 +312,6 @@ def unseen(facts: Facts) -> str:
     )
 
 
-def result(outcome: Outcome) -> str:
-    """Return the result of a pass, one of RESULTS."""
-    if outcome.failures or unseen(outcome.facts):
-        return "partial"
-    return "changed" if outcome.actions else "converged"
-
-
 class Metrics(Collector):
     """Counts passes and their results, and renders the metrics page."""
 
@@ -382,26 +323,29 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
         self._registry.register(self)
         self._view: View | None = None
-        self._memory = Memory()
+        self._versions: set[str] = set()
+        """Versions of machine halves that were shown."""
+        self._stopped: dict[str, bool] = {}
+        """Whether somebody stopped the machine, as was last known, by its name."""
+        self._first_event: float | None = None
         self._passes = self._counter(
             "reconcile_total",
             "Reconcile passes, by result: converged (nothing to do), changed, partial or failed.",
-            "result",
+            ("result",),
             RESULTS,
         )
         self._actions = self._counter(
-            "actions_total", "Changes that the agent made to the host, by kind.", "kind", ACTIONS
+            "actions_total", "Changes that the agent made to the host, by kind.", ("kind",), ACTIONS
         )
-        self._failures = self._counter("failures_total", "Steps that failed, in all passes.", "", ())
+        self._failures = self._counter("failures_total", "Steps that failed, in all passes.")
         self._reloads = self._counter(
-            "config_reloads_total", "Attempts to reload the configuration.", "result", ("ok", "failed")
+            "config_reloads_total", "Attempts to reload the configuration.", ("result",), ("ok", "failed")
         )
         # This counter's series are created as errors occur: one for every GPU and Xid in advance would be thousands.
-        self._gpu_errors = Counter(
-            f"{PREFIX}_gpu_xid_errors_total",
+        self._gpu_errors = self._counter(
+            "gpu_xid_errors_total",
             "GPU errors that the driver wrote to the kernel log. A series begins with the first error.",
-            ["gpu", "xid"],
-            registry=self._registry,
+            ("gpu", "xid"),
         )
         self._duration = Histogram(
             f"{PREFIX}_reconcile_duration_seconds",
@@ -415,27 +359,25 @@ class Metrics(Collector):
             registry=self._registry,
             buckets=CONVERGENCE_BUCKETS,
         )
-        self._first_event: float | None = None
 
-    def _counter(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
-        """Return a counter with one series per label value. All begin at 0, so Prometheus sees the first increase."""
-        counter = Counter(f"{PREFIX}_{name}", text, [label] if label else [], registry=self._registry)
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = (), values: Iterable[str] = ()) -> Counter:
+        """Return a counter. The series of these values begin at 0, so that Prometheus sees the first increase."""
+        counter = Counter(f"{PREFIX}_{name}", text, labels, registry=self._registry)
         for value in values:
             counter.labels(value)
         return counter
 
-    def passed(self, outcome: Outcome) -> None:
-        """Count a completed pass."""
-        self._passes.labels(result(outcome)).inc()
-        self._duration.observe(outcome.duration)
-        self._failures.inc(len(outcome.failures))
-        for action in outcome.actions:
-            self._actions.labels(action.kind).inc()
-
-    def failed(self, duration: float) -> None:
-        """Count a pass that did not finish."""
-        self._passes.labels("failed").inc()
-        self._duration.observe(duration)
+    def passed(self, outcome: Outcome | None, seconds: float) -> None:
+        """Count a pass. Without an outcome, it did not finish."""
+        result = "failed"
+        if outcome:
+            result = "changed" if outcome.actions else "converged"
+            result = "partial" if outcome.failures or unseen(outcome.facts) else result
+            self._failures.inc(len(outcome.failures))
+            for action in outcome.actions:
+                self._actions.labels(action.kind).inc()
+        self._passes.labels(result).inc()
+        self._duration.observe(seconds)
 
     def event(self, noticed: float) -> None:
         """Begin to measure the time to convergence, unless that runs. `noticed` is by time.monotonic()."""
@@ -469,14 +411,49 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the view; the registry calls this for each page."""
         if self._view:
-            yield from (_family(row, row.samples(self._view)) for row in OF_VIEW)
-            if outcome := self._view.outcome:
-                yield from (_family(row, row.samples(outcome, self._memory)) for row in OF_OUTCOME)
+            yield from (_family(row, self._view) for row in OF_VIEW)
+            if self._view.outcome:
+                remembering = (
+                    Row(
+                        "machine_stopped",
+                        "1 if somebody stopped the machine since the host booted: its unit is inactive, not failed. "
+                        "While systemd does not answer: what was last known.",
+                        ("machine",),
+                        self._stops,
+                    ),
+                    Row(
+                        "machine_agent_info",
+                        "Constant 1, with the version of the machine half, from its report.",
+                        ("machine", "version"),
+                        self._agents,
+                    ),
+                )
+                yield from (_family(row, self._view.outcome) for row in (*OF_OUTCOME, *remembering))
+
+    def _stops(self, outcome: Outcome) -> Samples:
+        """While systemd does not answer, the state of no unit is known.
+
+        Without a memory, a page about a machine that was stopped on purpose would then wake a person.
+        """
+        for seen in outcome.facts.machines:
+            if not isinstance(seen.unit_state, Unseen):
+                # A machine whose unit failed does not count as stopped: no user stopped it.
+                self._stopped[seen.name] = seen.has_run and seen.unit_state == "inactive"
+        observed = {seen.name for seen in outcome.facts.machines}
+        for machine in outcome.machines:
+            yield (machine.name,), machine.name in observed and self._stopped.get(machine.name, False)
+
+    def _agents(self, outcome: Outcome) -> Samples:
+        for machine in outcome.machines:
+            if version := machine.agent_version:
+                known = version in self._versions or (len(self._versions) < VERSIONS and VERSION.fullmatch(version))
+                self._versions |= {version} if known else set()
+                yield (machine.name, version if known else OTHER), 1
 
 
-def _family(row: Row, samples: Samples) -> Metric:
+def _family(row: Row, shown: View | Outcome) -> Metric:
     make = CounterMetricFamily if row.is_counter else GaugeMetricFamily
     family = make(f"{PREFIX}_{row.name}", row.text, labels=row.labels)
-    for labels, number in samples:
+    for labels, number in row.samples(shown):
         family.add_metric(labels, number)
     return family

@@ -1,12 +1,13 @@
-"""Makes the page at `/`, for people: conditions with fixes, GPUs, machines, recent changes and links.
+"""Makes the pages: checks for probes, one for people at `/`, and one with all that the service knows at `/statusz`.
 
-The page is plain HTML, and loads no scripts or other resources. Texts that a machine or a tool wrote are escaped.
+The page for people is plain HTML, and loads no scripts or other resources. Texts that a machine or a tool wrote are
+escaped.
 """
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from html import escape
@@ -15,14 +16,14 @@ from http import HTTPStatus
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from agent.host.daemon.health import NOT_EVALUATED, Pass, View, check_pages, machine_checks
+from agent.host.daemon.health import NOT_EVALUATED, Check, View
 from agent.host.daemon.metrics import OPENMETRICS, TEXT, Metrics, unseen, without_evidence
 from agent.host.daemon.server import OPENMETRICS as OPENMETRICS_KEY
-from agent.host.daemon.server import Endpoint, Page, Server, Site
-from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome, granted_to
+from agent.host.daemon.server import VERBOSE, Endpoint, Page, Server, Site
+from agent.host.reconcile import NO_MACHINES, MachineOutcome, granted_to
 from agent.host.verify.gpu_states import listed_gpus
-from agent.model.conditions import Condition, ConditionType, Reason, Status
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, Report, Seen, Unseen, VendorFacts
+from agent.model.conditions import ConditionType, Reason, Status
+from agent.model.facts import Absent, Broken, MachineFacts, Report, Seen, Unseen, VendorFacts
 from agent.model.text import one_line, rfc3339
 
 HTML = "text/html; charset=utf-8"
@@ -53,21 +54,30 @@ MARKS = {Status.TRUE: "\u2713", Status.FALSE: "\u2717", Status.UNKNOWN: "?"}
 """Signs in addition to the colours, because not all readers can tell the colours apart."""
 
 
-def front_page(host: str, view: View) -> Page:
-    """Return the page of the host named `host`. `view.outcome` must be fresh, or None."""
-    title = f"unbounded-agent on {host}"
-    parts = [
-        "<!DOCTYPE html>\n",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>\n',
-        '<meta name="viewport" content="width=device-width">\n',
-        f"<style>{STYLE}</style></head><body>\n<h1>{_text(title)}</h1>\n",
-        *_heading(view),
-        *(part for machine in view.machines for part in _machine(machine, view.fixes.get(machine.name, {}))),
-        *((*_gpus(view.outcome), *_trouble(view.outcome)) if view.outcome else ()),
-        *_history(view.passes),
-        "</body></html>\n",
-    ]
-    return Page(HTTPStatus.OK, "".join(parts).encode(), HTML)
+def check_pages(path: str, checks: Sequence[Check]) -> dict[str, Page]:
+    """Return the short and the verbose page of a path. The first check decides their status.
+
+    If that check fails, both are verbose, so that the short page explains the failure, as in Kubernetes.
+    """
+    good = checks[0][0]
+    lines = [f"[{'+' if passed else '-'}]{one_line(f'{name} {text}')}" for passed, name, text in checks]
+    lines.append(f"{path[1:]} check {'passed' if good else 'failed'}")
+    status = HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE
+    verbose = Page(status, "".join(f"{line}\n" for line in lines).encode())
+    return {path: Page(HTTPStatus.OK, b"ok\n") if good else verbose, path + VERBOSE: verbose}
+
+
+def machine_checks(machine: MachineOutcome) -> list[Check]:
+    """Return the checks of a machine. Only the first one, Ready, decides the page's status; the others explain it."""
+    others = (each for each in machine.conditions if each.type is not ConditionType.READY)
+    return (
+        [
+            (each.status is Status.TRUE, each.type, f"{each.status} {each.reason}: {each.message}")
+            for each in (machine.ready, *others)
+        ]
+        if machine.conditions
+        else [(False, ConditionType.READY, NOT_EVALUATED)]
+    )
 
 
 def _text(text: object) -> str:
@@ -79,33 +89,59 @@ def _time(seconds: float) -> str:
     return f"<time>{rfc3339(seconds)}</time>"
 
 
-def _cell(heading: str, content: str) -> str:
-    """Return a cell. A narrow screen shows it in a line of its own, after its heading."""
-    return f'<td data-label="{heading}">{content}</td>'
-
-
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table. The cells of the rows are HTML."""
+    """Return a table. The cells of the rows are HTML. A narrow screen shows each in a line, after its heading."""
     head = "".join(f"<th>{each}</th>" for each in headings)
-    body = "".join(f"<tr>{''.join(map(_cell, headings, row))}</tr>\n" for row in rows)
+    body = ""
+    for row in rows:
+        cells = (f'<td data-label="{heading}">{cell}</td>' for heading, cell in zip(headings, row, strict=True))
+        body += f"<tr>{''.join(cells)}</tr>\n"
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>\n"
 
 
-def _heading(view: View) -> Iterator[str]:
-    yield '<nav aria-label="Pages"><a href="/">Reload</a> '
+def front_page(host: str, view: View) -> Page:
+    """Return the page of the host named `host`. `view.outcome` must be fresh, or None."""
+    title, outcome = f"unbounded-agent on {_text(host)}", view.outcome
     links = ["/metrics", "/healthz?verbose", "/readyz?verbose"]
     links += [f"/readyz/machines/{machine.name}?verbose" for machine in view.machines]
     anchors = (f'<a href="{_text(link)}">{_text(link.partition("?")[0])}</a> ' for link in links)
-    yield f"{''.join(anchors)}</nav>\n"
-    yield f'<p class="note">Version {_text(view.version)}. Written at {_time(view.written)}.</p>\n'
+    parts = [
+        "<!DOCTYPE html>\n",
+        f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n',
+        '<meta name="viewport" content="width=device-width">\n',
+        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n",
+        f'<nav aria-label="Pages"><a href="/">Reload</a> {"".join(anchors)}</nav>\n',
+        f'<p class="note">Version {_text(view.version)}. Written at {_time(view.written)}.</p>\n',
+    ]
     if view.why_stale:
-        yield f'<p class="stale">This host is not observed now: {_text(view.why_stale)}.</p>\n'
+        parts.append(f'<p class="stale">This host is not observed now: {_text(view.why_stale)}.</p>\n')
     if not view.machines:
-        yield f"<p>{_text(NO_MACHINES)}</p>\n"
+        parts.append(f"<p>{_text(NO_MACHINES)}</p>\n")
+    parts += [_machine(machine, view.fixes.get(machine.name, {})) for machine in view.machines]
+    if outcome:
+        gpus = [
+            [_text(each) for each in (gpu.pci_address, gpu.state, ", ".join(gpu.machines), gpu.model or gpu.vendor)]
+            + [_text(gpu.uuid)]
+            for gpu in listed_gpus(outcome.facts, granted_to(outcome.machines))
+        ]
+        headings = ("Address", "State", "Machine", "Model", "UUID")
+        parts += ["<h2>GPUs</h2>\n", _table(headings, gpus) if gpus else "<p>This host has no GPU.</p>\n"]
+        for heading, sentences in (("Failed steps", outcome.failures), ("Notes", outcome.facts.all_problems())):
+            if sentences:
+                items = "".join(f"<li>{_text(each)}</li>" for each in sentences)
+                parts.append(f"<h2>{heading}</h2>\n<ul>{items}</ul>\n")
+    changes = [
+        (f"<time>{_text(each.ended)}</time>", _text(each.trigger), _text("; ".join((*each.actions, *each.failures))))
+        for each in reversed(view.passes)
+        if each.actions or each.failures
+    ]
+    if changes:
+        parts += ["<h2>Recent changes</h2>\n", _table(("Ended", "Because of", "Changes and failures"), changes)]
+    return Page(HTTPStatus.OK, "".join((*parts, "</body></html>\n")).encode(), HTML)
 
 
-def _machine(machine: MachineOutcome, fixes: Mapping[ConditionType, tuple[str, ...]]) -> Iterator[str]:
-    yield f"<h2>Machine {_text(machine.name)}: {_ready(machine)}</h2>\n"
+def _machine(machine: MachineOutcome, fixes: Mapping[ConditionType, tuple[str, ...]]) -> str:
+    ready = f'<span class="{machine.ready.status}">{"" if machine.ready.status is Status.TRUE else "not "}ready</span>'
     # Without fresh evidence, the number of granted GPUs is unknown.
     stale = machine.conditions and machine.ready.reason == Reason.STALE_EVIDENCE
     counts = [] if stale else [f"{len(machine.gpus)} of {machine.expected} GPUs granted"]
@@ -113,101 +149,61 @@ def _machine(machine: MachineOutcome, fixes: Mapping[ConditionType, tuple[str, .
     counts += [f"{len(machine.lost)} lost"] if machine.lost else []
     counts += [f"its agent is {machine.agent_version}"] if machine.agent_version else []
     counts += [f"last report at {rfc3339(machine.reported)}"] if machine.reported else []
-    if counts:
-        yield f'<p class="note">{_text("; ".join(counts))}.</p>\n'
-    rows = (_condition(each, fixes.get(each.type, ())) for each in _sorted(machine.conditions))
-    yield _table(("Condition", "Status", "Reason", "Since", "Message"), rows)
-
-
-def _ready(machine: MachineOutcome) -> str:
-    if not machine.conditions:
-        return NOT_EVALUATED
-    ready = machine.ready
-    return f'<span class="{ready.status}">{"" if ready.status is Status.TRUE else "not "}ready</span>'
-
-
-def _sorted(conditions: Iterable[Condition]) -> list[Condition]:
-    """Return Ready first, then the conditions that are not True, then those that are True.
-
-    Within each of these two groups, the conditions that Ready needs come first.
-    """
-    return sorted(
-        conditions,
-        key=lambda each: (
-            each.type is not ConditionType.READY,
-            each.status is Status.TRUE,
-            not each.needed_for_ready,
-        ),
+    rows = []
+    # Ready first, then what is not True, then what is; in each of these groups, first what Ready needs.
+    for each in sorted(
+        machine.conditions,
+        key=lambda each: (each.type is not ConditionType.READY, each.status is Status.TRUE, not each.needed_for_ready),
+    ):
+        status = f'<span class="{each.status}">{MARKS[each.status]} {each.status}</span>'
+        since = _time(each.last_transition) if each.last_transition else ""
+        steps = "".join(f"<li><code>{_text(step)}</code></li>" for step in fixes.get(each.type, ()))
+        message = _text(each.message) + (f'<ul class="fix" aria-label="Fix">{steps}</ul>' if steps else "")
+        rows.append((_text(each.type), status, _text(each.reason), since, message))
+    return (
+        f"<h2>Machine {_text(machine.name)}: {ready if machine.conditions else NOT_EVALUATED}</h2>\n"
+        + (f'<p class="note">{_text("; ".join(counts))}.</p>\n' if counts else "")
+        + _table(("Condition", "Status", "Reason", "Since", "Message"), rows)
     )
 
 
-def _condition(condition: Condition, fix: Iterable[str]) -> tuple[str, ...]:
-    status = f'<span class="{condition.status}">{MARKS[condition.status]} {condition.status}</span>'
-    since = _time(condition.last_transition) if condition.last_transition else ""
-    steps = "".join(f"<li><code>{_text(each)}</code></li>" for each in fix)
-    message = _text(condition.message) + (f'<ul class="fix" aria-label="Fix">{steps}</ul>' if steps else "")
-    return _text(condition.type), status, _text(condition.reason), since, message
-
-
-def _gpus(outcome: Outcome) -> Iterator[str]:
-    rows = [
-        tuple(map(_text, (gpu.pci_address, gpu.state, ", ".join(gpu.machines), gpu.model or gpu.vendor, gpu.uuid)))
-        for gpu in listed_gpus(outcome.facts, granted_to(outcome.machines))
-    ]
-    yield "<h2>GPUs</h2>\n"
-    yield _table(("Address", "State", "Machine", "Model", "UUID"), rows) if rows else "<p>This host has no GPU.</p>\n"
-
-
-def _trouble(outcome: Outcome) -> Iterator[str]:
-    for title, sentences in (("Failed steps", outcome.failures), ("Notes", outcome.facts.all_problems())):
-        if sentences:
-            yield f"<h2>{title}</h2>\n<ul>{''.join(f'<li>{_text(each)}</li>' for each in sentences)}</ul>\n"
-
-
-def _history(passes: Iterable[Pass]) -> Iterator[str]:
-    rows = [
-        (f"<time>{_text(each.ended)}</time>", _text(each.trigger), _text("; ".join((*each.actions, *each.failures))))
-        for each in passes
-        if each.actions or each.failures
-    ]
-    if rows:
-        yield "<h2>Recent changes</h2>\n"
-        yield _table(("Ended", "Because of", "Changes and failures"), reversed(rows))
-
-
-def page(view: View) -> Page:
+def statusz(view: View) -> Page:
     """Return a JSON page for people who investigate a problem. It has the last facts, even old ones.
 
     Its keys may change: programs should read the metrics or `status --json`.
     """
     facts = view.outcome.facts if view.outcome else None
+    observed = {each.name: _observed(each) for each in facts.machines} if facts else {}
     document = {
         "version": view.version,
         "written": rfc3339(view.written),
         "whyNotObserved": view.why_stale,
-        "machines": {machine.name: _statusz_machine(machine, facts) for machine in view.machines},
-        "facts": _facts(facts) if facts else None,
-        "passes": [to_builtins(each) for each in reversed(view.passes)],
-        "sources": [to_builtins(tally) for tally in view.wakeups],
+        "machines": {
+            machine.name: {
+                "gpus": machine.gpus,
+                "lostGPUs": machine.lost,
+                "pending": machine.pending,
+                "stopped": machine.stopped,
+                "conditions": {each.type: each.to_kubernetes() for each in machine.conditions},
+                "observed": observed.get(machine.name),
+            }
+            for machine in view.machines
+        },
+        "facts": {
+            "architecture": facts.architecture,
+            "systemdVersion": _plain(facts.systemd_version),
+            "vendors": {vendor.vendor: _vendor(vendor) for vendor in facts.vendors},
+            "driverRoots": {root.index: f"{root.vendor} {root.version}" for root in facts.staged},
+            "damagedDriverRoots": facts.corrupt_roots,
+            "problems": facts.all_problems(),
+        }
+        if facts
+        else None,
+        "passes": to_builtins(tuple(reversed(view.passes))),
+        "sources": to_builtins(view.wakeups),
         "stuck": view.stuck,
     }
     return Page(HTTPStatus.OK, json.dumps(document, indent=1).encode() + b"\n", "application/json")
-
-
-def _statusz_machine(machine: MachineOutcome, facts: Facts | None) -> dict[str, object]:
-    observed = next((each for each in facts.machines if each.name == machine.name), None) if facts else None
-    return {
-        "gpus": machine.gpus,
-        "lostGPUs": machine.lost,
-        "pending": machine.pending,
-        "stopped": machine.stopped,
-        "conditions": {each.type: _statusz_condition(each) for each in machine.conditions},
-        "observed": _observed(observed) if observed else None,
-    }
-
-
-def _statusz_condition(condition: Condition) -> dict[str, str | None]:
-    return {key: value for key, value in condition.to_kubernetes().items() if key != "type"}
 
 
 def _observed(machine: MachineFacts) -> dict[str, object]:
@@ -222,22 +218,11 @@ def _observed(machine: MachineFacts) -> dict[str, object]:
     }
 
 
-def _facts(facts: Facts) -> dict[str, object]:
-    return {
-        "architecture": facts.architecture,
-        "systemdVersion": _plain(facts.systemd_version),
-        "vendors": {vendor.vendor: _vendor(vendor) for vendor in facts.vendors},
-        "driverRoots": {root.index: f"{root.vendor} {root.version}" for root in facts.staged},
-        "damagedDriverRoots": facts.corrupt_roots,
-        "problems": facts.all_problems(),
-    }
-
-
 def _vendor(vendor: VendorFacts) -> dict[str, object]:
     driver = vendor.driver
     nodes = vendor.devices if isinstance(vendor.devices, tuple) else ()
     return {
-        "gpus": [to_builtins(gpu) for gpu in vendor.gpus],
+        "gpus": to_builtins(vendor.gpus),
         "nodes": {node.path: f"{node.number.major}:{node.number.minor}" for node in nodes} or _plain(vendor.devices),
         "moduleVersion": _plain(driver.module_version) if driver else None,
         "libraryVersion": _plain(driver.user_space.version) if driver else None,
@@ -248,12 +233,10 @@ def _vendor(vendor: VendorFacts) -> dict[str, object]:
 
 def _plain(seen: Seen[object]) -> object:
     """Return the value of a fact; if there is none, an object with `absent`, `broken` or `unseen` and the reason."""
-    if isinstance(seen, Absent | Broken | Unseen):
-        return {type(seen).__name__.lower(): seen.why}
-    return seen
+    return {type(seen).__name__.lower(): seen.why} if isinstance(seen, Absent | Broken | Unseen) else seen
 
 
-Guard = Callable[[str], AbstractContextManager[None]]
+Guard = Callable[[str], AbstractContextManager[object]]
 """Suppresses and logs errors of the work that completes the sentence "cannot ..."."""
 
 
@@ -267,41 +250,35 @@ def publish(view: View, endpoint: Endpoint, local: Server, metrics: Metrics, evi
     fresh, stale = _pages(view, metrics, guarded), _pages(late, metrics, guarded, alive=False)
     until = time.monotonic() + evidence
     local.site = Site(fresh, stale, until)
-    endpoint.publish(Site(_public(fresh), _public(stale), until))
-
-
-def _public(pages: Mapping[str, Page]) -> dict[str, Page]:
-    return {path: page for path, page in pages.items() if path != "/statusz"}
+    public = [{path: page for path, page in pages.items() if path != "/statusz"} for pages in (fresh, stale)]
+    endpoint.publish(Site(public[0], public[1], until))
 
 
 def _pages(view: View, metrics: Metrics, guarded: Guard, *, alive: bool = True) -> dict[str, Page]:
-    statusz = partial(page, view)
-    not_seen = view.why_stale or (unseen(view.outcome.facts) if view.outcome else "")
+    not_seen, complete = view.why_stale or (unseen(view.outcome.facts) if view.outcome else ""), view
     if view.why_stale:
         machines = tuple(without_evidence(machine, view.why_stale) for machine in view.machines)
         view = replace(view, machines=machines, outcome=None, fixes={})
     loop = (alive, "loop", "ok" if alive else "no pass has ended in time")
-    # `notes` do not affect the page's status.
-    observation = (not not_seen, "observation", not_seen or "ok"), *view.notes
-    makers: dict[str, Callable[[], Page | dict[str, Page]]] = {
-        "/livez": lambda: check_pages("/livez", [loop]),
-        "/healthz": lambda: check_pages("/healthz", [loop]),
-        "/readyz": lambda: check_pages("/readyz", observation),
-        "/": lambda: front_page(os.uname().nodename, view),
-        "/metrics": lambda: metrics.page(view, TEXT),
-        "/metrics" + OPENMETRICS_KEY: lambda: metrics.page(view, OPENMETRICS),
-        "/statusz": statusz,
+    checks: dict[str, Sequence[Check]] = {
+        "/livez": [loop],
+        "/healthz": [loop],
+        # `notes` do not affect the page's status.
+        "/readyz": [(not not_seen, "observation", not_seen or "ok"), *view.notes],
+        **{f"/readyz/machines/{machine.name}": machine_checks(machine) for machine in view.machines},
     }
-    for each in view.machines:
-        path = f"/readyz/machines/{each.name}"
-        makers[path] = lambda path=path, each=each: check_pages(path, machine_checks(each))  # type: ignore[misc]
-    pages: dict[str, Page] = {}
+    makers: dict[str, Callable[[], Page]] = {
+        "/": partial(front_page, os.uname().nodename, view),
+        "/metrics": partial(metrics.page, view, TEXT),
+        "/metrics" + OPENMETRICS_KEY: partial(metrics.page, view, OPENMETRICS),
+        "/statusz": partial(statusz, complete),
+    }
+    pages = {path: page for each, found in checks.items() for path, page in check_pages(each, found).items()}
     for path, make in makers.items():
         work = f"make the page {path}"
         text = f"cannot {work}: see `journalctl -u unbounded-agent`\n"
-        made: Page | dict[str, Page] = Page(HTTPStatus.INTERNAL_SERVER_ERROR, text.encode())
+        pages[path] = Page(HTTPStatus.INTERNAL_SERVER_ERROR, text.encode())
         # A page is in both sets, and may fail in each for a different reason. So each set has its own name in the log.
         with guarded(work if alive else f"{work} for a time without passes"):
-            made = make()
-        pages |= made if isinstance(made, dict) else {path: made}
+            pages[path] = make()
     return pages

@@ -5,6 +5,7 @@ import errno
 import io
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -24,6 +25,53 @@ from agent.system import opening
 from agent.system.sockets import listening_user, peer_user
 
 log = logging.getLogger(__name__)
+
+CONNECTIONS = 8
+"""How many connections are served at a time. A further connection does not wait: it takes another one's slot, or is
+closed (Peers)."""
+HEAD_BYTES = 16 * 1024
+"""How long a request's head may be: the request line and the headers. http.server alone would read 100 lines of 64 KiB
+each, and its parser takes 15 times that memory."""
+HEAD_END = re.compile(rb"\n\r?\n")
+ACCEPT_PAUSE = 0.1
+"""Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
+POLL = 3600.0
+"""Seconds after which serve_forever checks again whether to stop. `stop` wakes it, so these checks can be rare."""
+BACKLOG = 128
+"""How many connections may wait to be accepted. If a burst fills the queue, the kernel drops a SYN, which costs the
+peer a second."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+"""Allows only what the page at `/` has: styles, but no scripts or other resources."""
+VERBOSE = "?verbose"
+OPENMETRICS = "?openmetrics"
+"""VERBOSE and OPENMETRICS are suffixes of paths in Site: the verbose form of a health page, and the OpenMetrics form of
+/metrics."""
+
+
+class Page(Struct, frozen=True):
+    """A prepared answer."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+
+
+class Site(Struct, frozen=True):
+    """Two sets of all pages, by path. `stale` is served if the loop has not published new pages for too long."""
+
+    fresh: Mapping[str, Page] = field(default_factory=dict)
+    stale: Mapping[str, Page] = field(default_factory=dict)
+    fresh_until: float = 0.0
+    """When `fresh` expires, by time.monotonic()."""
+
+
+class Limits(Struct, frozen=True):
+    """Time limits in seconds."""
+
+    headers: float = 1.0
+    """Limit until the request is complete, so that idle and trickling peers (slowloris) free their slots soon."""
+    whole: float = 5.0
+    """Limit for a whole connection."""
 
 
 class Slot(Struct):
@@ -47,12 +95,18 @@ class Peers:
         """Give the connection a slot, and return whether there was one. If necessary, close another connection.
 
         A connection is idle until its request is complete, and again from `patience` seconds after that, because a peer
-        should have read the answer by then.
+        should have read the answer by then. Idle ones go first, and those of the peer that has most. A busy one goes
+        only if its peer still has more than `peer` afterwards, or as many, or if `peer` has none: so a peer, whatever
+        it does, cannot keep others from being served, and neither can somebody with many addresses or user ids keep out
+        one who comes from another.
         """
         with self._lock:
             if len(self.slots) >= self._limit:
-                ended = self._dispensable(peer, time.monotonic() - patience)
-                if ended is None:
+                held, cutoff = Counter(slot.peer for slot in self.slots.values()), time.monotonic() - patience
+                # A connection whose request is not complete has the time 0, so it is idle.
+                idle = [each for each, slot in self.slots.items() if slot.completed < cutoff]
+                ended = max(idle or self.slots, key=lambda each: held[self.slots[each].peer])
+                if not idle and 0 < held[peer] >= held[self.slots[ended].peer] - 1:
                     return False
                 del self.slots[ended]
                 # After this, the thread of that connection reads end of file, and closes the connection.
@@ -60,19 +114,6 @@ class Peers:
                     ended.shutdown(socket.SHUT_RDWR)
             self.slots[connection] = Slot(peer)
         return True
-
-    def _dispensable(self, peer: int | str, cutoff: float) -> socket.socket | None:
-        """Return the connection that ends in favour of a new one of `peer`; None if the new one is refused.
-
-        Idle ones go first, and those of the peer that has most. A busy one goes only if its peer still has more than
-        `peer` afterwards, or as many, or if `peer` has none: so a peer, whatever it does, cannot keep others from being
-        served, and neither can somebody with many addresses or user ids keep out one who comes from another.
-        """
-        held = Counter(slot.peer for slot in self.slots.values())
-        # A connection whose request is not complete has the time 0, so it is idle.
-        idle = [each for each, slot in self.slots.items() if slot.completed < cutoff]
-        ended = max(idle or self.slots, key=lambda each: held[self.slots[each].peer])
-        return ended if idle or not held[peer] or held[self.slots[ended].peer] > held[peer] + 1 else None
 
     def request_complete(self, connection: socket.socket) -> None:
         """Record that the connection's request is complete."""
@@ -86,107 +127,48 @@ class Peers:
             self.slots.pop(connection, None)
 
 
-CONNECTIONS = 8
-"""How many connections are served at a time. A further connection does not wait: it takes another one's slot, or is
-closed (Peers)."""
-HEAD_BYTES = 16 * 1024
-"""How long a request's head may be: the request line and the headers. http.server alone would read 100 lines of 64 KiB
-each, and its parser takes 15 times that memory."""
-ACCEPT_PAUSE = 0.1
-"""Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
-POLL = 3600.0
-"""Seconds after which serve_forever checks again whether to stop. `stop` wakes it, so these checks can be rare."""
-PLAIN = "text/plain; charset=utf-8"
-BACKLOG = 128
-"""How many connections may wait to be accepted. If a burst fills the queue, the kernel drops a SYN, which costs the
-peer a second."""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-VERBOSE = "?verbose"
-OPENMETRICS = "?openmetrics"
-"""VERBOSE and OPENMETRICS are suffixes of paths in Site: the verbose form of a health page, and the OpenMetrics form of
-/metrics."""
-
-
-class Page(Struct, frozen=True):
-    """A prepared answer."""
-
-    status: HTTPStatus
-    body: bytes
-    content_type: str = PLAIN
-
-
-class Site(Struct, frozen=True):
-    """Two sets of all pages, by path. `stale` is served if the loop has not published new pages for too long."""
-
-    fresh: Mapping[str, Page] = field(default_factory=dict)
-    stale: Mapping[str, Page] = field(default_factory=dict)
-    fresh_until: float = 0.0
-    """When `fresh` expires, by time.monotonic()."""
-
-    def page(self, path: str, verbose: bool, openmetrics: bool, now: float) -> Page | None:
-        """Return the page for a request at `now`; None for an unknown path."""
-        pages = self.fresh if now < self.fresh_until else self.stale
-        key = path + (VERBOSE if verbose else "") + (OPENMETRICS if openmetrics else "")
-        return pages.get(key) or pages.get(path)
-
-
-NO_PAGES = Site()
-
-
-class Limits(Struct, frozen=True):
-    """Time limits in seconds."""
-
-    headers: float = 1.0
-    """Limit until the request is complete, so that idle and trickling peers (slowloris) free their slots soon."""
-    whole: float = 5.0
-    """Limit for a whole connection."""
-
-
-LIMITS = Limits()
-
-
 class Handler(BaseHTTPRequestHandler):
     """Handles a connection: HTTP/1.0, one request each."""
 
     server: "Server"
+    command = requestline = ""
+    request_version = "HTTP/1.0"
 
-    def setup(self) -> None:
-        super().setup()
-        # The base class sets these only after it has read the request line, and an answer needs them.
-        self.command, self.requestline, self.request_version = "", "", "HTTP/1.0"
-        self._hang_up_after(self.server.limits.headers)
+    def handle(self) -> None:
+        """Read the head within its limits, and answer the request. Nothing reads the body.
 
-    def handle_one_request(self) -> None:
-        """Read the head within its limit, and answer the request. Nothing reads the body."""
-        lines, left = list[bytes](), HEAD_BYTES
-        while left:
-            lines.append(self.rfile.readline(left))
-            left -= len(lines[-1])
-            if lines[-1] in (b"\r\n", b"\n", b""):
-                self.rfile = io.BytesIO(b"".join(lines))
-                super().handle_one_request()
+        A socket's time limit restarts with each byte that is received, so the time that is left is set anew. That of
+        sendall(2) is a limit for all of an answer.
+        """
+        limits, head = self.server.limits, b""
+        deadline = time.monotonic() + limits.headers
+        while not (complete := HEAD_END.search(head, 0, HEAD_BYTES)) and len(head) < HEAD_BYTES:
+            if (left := deadline - time.monotonic()) <= 0:
                 return
-        first = len(lines) == 1
-        self.send_error(HTTPStatus.REQUEST_URI_TOO_LONG if first else HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-
-    def finish(self) -> None:
-        self._timer.cancel()
-        with contextlib.suppress(OSError):
-            super().finish()
+            self.connection.settimeout(left)
+            if not (part := self.connection.recv(HEAD_BYTES)):
+                break
+            head += part
+        self.connection.settimeout(limits.whole - limits.headers)
+        self.server.peers.request_complete(self.connection)
+        if complete or len(head) < HEAD_BYTES:
+            self.rfile = io.BytesIO(head)
+            self.handle_one_request()
+        elif b"\n" in head:
+            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        else:
+            self.send_error(HTTPStatus.REQUEST_URI_TOO_LONG)
 
     def do_GET(self) -> None:
         """Send the page at the path."""
-        self.server.peers.request_complete(self.connection)
-        self._timer.cancel()
-        self._hang_up_after(self.server.limits.whole - self.server.limits.headers)
-        url = urlsplit(self.path)
-        openmetrics = "application/openmetrics-text" in self.headers.get("Accept", "")
-        verbose = "verbose" in url.query.split("&")
-        page = self.server.site.page(url.path, verbose, openmetrics, time.monotonic())
-        if page is None:
-            self.send_error(HTTPStatus.NOT_FOUND)
-        else:
+        url, site = urlsplit(self.path), self.server.site
+        verbose = VERBOSE if "verbose" in url.query.split("&") else ""
+        openmetrics = OPENMETRICS if "application/openmetrics-text" in self.headers.get("Accept", "") else ""
+        pages = site.fresh if time.monotonic() < site.fresh_until else site.stale
+        if page := pages.get(url.path + verbose + openmetrics) or pages.get(url.path):
             self._answer(page)
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
 
     do_HEAD = do_GET  # noqa: N815 (http.server looks for this name)
 
@@ -201,23 +183,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))
         self.send_header("X-Content-Type-Options", "nosniff")
-        # The policy allows only what the page at `/` has: styles, but no scripts or other resources.
         self.send_header("Content-Security-Policy", POLICY)
         if page.status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET, HEAD")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(page.body)
-
-    def _hang_up_after(self, seconds: float) -> None:
-        # A socket's own timeout restarts with each byte, so it cannot limit the time of a whole connection.
-        self._timer = threading.Timer(seconds, self._hang_up)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
 
     def version_string(self) -> str:
         return "unbounded-agent"
@@ -232,16 +203,12 @@ class Server(ThreadingMixIn, TCPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, listening: socket.socket, site: Site = NO_PAGES, limits: Limits = LIMITS) -> None:
+    def __init__(self, listening: socket.socket, site: Site | None = None, limits: Limits | None = None) -> None:
         BaseServer.__init__(self, listening.getsockname(), Handler)
-        self.socket, self.site, self.limits, self.peers = listening, site, limits, Peers(CONNECTIONS)
+        self.socket, self.site, self.limits = listening, site or Site(), limits or Limits()
+        self.peers = Peers(CONNECTIONS)
         self._thread = threading.Thread(target=self.serve_forever, args=(POLL,), name="http", daemon=True)
         self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """The port in use. The kernel chooses it if the address has port 0."""
-        return int(self.socket.getsockname()[1])
 
     def get_request(self) -> tuple[socket.socket, object]:
         try:
@@ -263,7 +230,7 @@ class Server(ThreadingMixIn, TCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore errors, such as a peer that hangs up."""
+        """Ignore errors, such as a peer that hangs up or is too slow."""
 
     def stop(self) -> None:
         """Stop listening. Connections end by themselves within their limits."""
@@ -277,33 +244,28 @@ class Server(ThreadingMixIn, TCPServer):
 def listen_on(address: str) -> socket.socket:
     """Listen on an address of the configuration, `HOST:PORT` or `[IPv6]:PORT`. Raises AgentError."""
     host, _, port = address.rpartition(":")
+    listening = None
     try:
         family, kind, _, _, where = socket.getaddrinfo(
             host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listening = socket.socket(family, kind)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(where)
-            listening.listen(BACKLOG)
-        except OSError:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.listen(BACKLOG)
+    except (OSError, UnicodeError) as error:
+        if listening:
             listening.close()
-            raise
-    except UnicodeError as error:
-        raise AgentError(
-            f"configuration key metrics.address: {address} is not a host: {error}", "configure an address"
-        ) from error
-    except OSError as error:
-        holder, advice = "", "configure one of this host's addresses: `ip -brief address` lists them"
-        if error.errno == errno.EADDRINUSE:
+        why = f"cannot listen on {address}: {error.strerror}" if isinstance(error, OSError) else ""
+        advice = "configure one of this host's addresses: `ip -brief address` lists them"
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             if (user := listening_user(int(port))) is not None:
-                holder = f" by a process of user {user}, which answers Prometheus instead"
+                why += f" by a process of user {user}, which answers Prometheus instead"
             advice = (
                 f"configure another address or port, or stop the process that holds it: `ss -lntp 'sport = :{port}'`"
             )
-        raise AgentError(
-            f"configuration key metrics.address: cannot listen on {address}: {error.strerror}{holder}", advice
-        ) from error
+        why = why or f"{address} is not a host: {error}"
+        raise AgentError(f"configuration key metrics.address: {why}", advice) from error
     return listening
 
 
@@ -345,7 +307,7 @@ class Endpoint:
     def __init__(self, address: str, inherited: Sequence[socket.socket] = ()) -> None:
         self.error = ""
         """Why the pages are not served; empty if they are."""
-        self._address, self._site, self._inherited = address, NO_PAGES, inherited
+        self._address, self._site, self._inherited = address, Site(), inherited
         self._servers: list[Server] = []
         for each in inherited:
             log.info("serving on %s, on which systemd listens; metrics.address is not used", each.getsockname())
@@ -368,40 +330,28 @@ class Endpoint:
         if self._servers or self._inherited:
             return
         try:
-            self._serve(listen_on(self._address))
+            self._servers, self.error = [Server(listen_on(self._address), self._site)], ""
         except AgentError as error:
             if error.message != self.error:
                 log.error("cannot serve metrics and health pages; each pass tries again: %s", one_line(str(error)))
             self.error = error.message
+        else:
+            log.info("serving http://%s/metrics", self._address)
 
     def move(self, address: str) -> None:
-        """Serve on another address. If it cannot be bound, raise AgentError and keep the old one.
+        """Serve on another address. If it cannot be bound, return to the old one, and raise AgentError.
 
         Do nothing if systemd passed sockets.
         """
         if address == self._address or self._inherited:
             return
-        try:
-            listening = listen_on(address)
-        except AgentError as error:
-            in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-            if not in_use or address.rpartition(":")[2] != self._address.rpartition(":")[2]:
-                raise
-            # The old server may be in the way: no two sockets can listen on 127.0.0.1:PORT and 0.0.0.0:PORT.
-            self._stop()
-            try:
-                listening = listen_on(address)
-            except AgentError:
-                self.listen()
-                raise
-        self._stop()
-        self._address = address
-        self._serve(listening)
-
-    def _stop(self) -> None:
+        # First, because no two sockets can listen on 127.0.0.1:PORT and 0.0.0.0:PORT.
         while self._servers:
             self._servers.pop().stop()
-
-    def _serve(self, listening: socket.socket) -> None:
-        self._servers, self.error = [Server(listening, self._site)], ""
-        log.info("serving http://%s/metrics", self._address)
+        try:
+            self._servers, self.error = [Server(listen_on(address), self._site)], ""
+        except AgentError:
+            self.listen()
+            raise
+        self._address = address
+        log.info("serving http://%s/metrics", address)

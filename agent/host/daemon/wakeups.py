@@ -40,7 +40,7 @@ class Source(Protocol):
     """Reports changes of one kind on the host.
 
     If `open`, `polled` or `needs_pass` raises any exception, even one from a library, the source is lost: it is closed,
-    and opened again later. An exception from `close` is logged.
+    and opened again later.
     """
 
     name: str
@@ -62,17 +62,6 @@ class Source(Protocol):
         ...
 
 
-class Interrupt(Protocol):
-    """The part of agent.host.daemon.loop.Signals that a wait needs."""
-
-    @property
-    def pending(self) -> bool: ...
-
-    def fileno(self) -> int: ...
-
-    def drain(self) -> None: ...
-
-
 class Settling(Struct, frozen=True):
     """How long after events a pass begins, in seconds.
 
@@ -91,7 +80,7 @@ class Settling(Struct, frozen=True):
 
 
 class Tally(Struct):
-    """The counts of one source, for metrics."""
+    """The state and the counts of one source. Times are by time.monotonic()."""
 
     name: str
     watching: bool = False
@@ -99,17 +88,9 @@ class Tally(Struct):
     """Number of passes that the source caused."""
     losses: int = 0
     """How often the source broke, or could not be opened at the start."""
-
-
-class _Tracked(Struct):
-    """A source with its state. Times are by time.monotonic()."""
-
-    source: Source
-    tally: Tally
     failures: int = 0
     """Losses and failed attempts to open the source, in a row."""
     opened: float = 0.0
-    """When the source was opened."""
     retry: float = 0.0
     """When a lost source is opened again."""
 
@@ -119,7 +100,8 @@ class Wakeups:
 
     def __init__(self, sources: Iterable[Source] = (), settling: Settling | None = None) -> None:
         self.settling = settling or Settling()
-        self._tracked = [_Tracked(source, Tally(source.name)) for source in sources]
+        self._sources = {source.name: source for source in sources}
+        self.tallies = {name: Tally(name) for name in self._sources}
         self._spaced = -math.inf
         """When the next pass could begin at the earliest, by time.monotonic(), if passes for events always began at
         least `spacing` apart. In fact, the next pass may begin up to one `spacing` earlier than that."""
@@ -127,126 +109,113 @@ class Wakeups:
         """When the first event of the last wait was noticed, by time.monotonic(). An event during a pass is noticed at
         the end of the pass."""
 
-    @property
-    def tallies(self) -> tuple[Tally, ...]:
-        """The tally of each source."""
-        return tuple(tracked.tally for tracked in self._tracked)
-
-    def watches(self, name: str) -> bool:
-        """Return whether the source of this name exists and works."""
-        return any(tracked.tally.watching for tracked in self._tracked if tracked.source.name == name)
-
     def open(self) -> None:
         """Open all sources. Call this before the first pass: otherwise, events before the first wait are missed."""
-        for tracked in self._tracked:
-            self._open(tracked)
+        for name in self._sources:
+            self._open(name)
 
-    def wait(self, seconds: float, interrupt: Interrupt) -> str:
-        """Wait for events. Return the name of the first source that needs a pass; empty on timeout or a signal."""
-        deadline = time.monotonic() + seconds
+    def wait(self, seconds: float, interrupt: int) -> str:
+        """Wait for events. Return the name of the first source that needs a pass.
+
+        The name is empty on timeout, or if the descriptor `interrupt` is readable.
+        """
+        deadline, settling = time.monotonic() + seconds, self.settling
         # Begin with the sources that had events during the last pass. `due` is a dict and not a set, because a dict
         # keeps the order in which the sources were noticed.
-        due = dict.fromkeys(self._due(self._tracked))
+        due = dict.fromkeys(self._due(self._sources))
         self.first = last = time.monotonic()
-        while not interrupt.pending:
-            now = time.monotonic()
-            until = self._pass_time(self.first, last) if due else deadline
+        while True:
+            now, until = time.monotonic(), deadline
+            if due:
+                until = min(last + settling.quiet, self.first + settling.longest)
+                until = max(until, self._spaced - settling.spacing)
             if now >= until:
                 break
-            new = self._due(self._ready(until - now, interrupt))
-            if new:
+            ready = self._ready(until - now, interrupt)
+            if ready is None:
+                return ""
+            if new := self._due(ready):
                 last = time.monotonic()
                 self.first = self.first if due else last
                 due |= dict.fromkeys(new)
-        if not due or interrupt.pending:
-            return ""
-        self._spaced = max(time.monotonic(), self._spaced) + self.settling.spacing
-        for tracked in self._tracked:
-            tracked.tally.wakeups += tracked.source.name in due
-        return next(iter(due))
+        if due:
+            self._spaced = max(time.monotonic(), self._spaced) + settling.spacing
+        for name in due:
+            self.tallies[name].wakeups += 1
+        return next(iter(due), "")
 
-    def _pass_time(self, first: float, last: float) -> float:
-        settling = self.settling
-        return max(min(last + settling.quiet, first + settling.longest), self._spaced - settling.spacing)
-
-    def _ready(self, seconds: float, interrupt: Interrupt) -> list[_Tracked]:
-        """Wait for events, at most `seconds`. Return the sources that have events, and all lost sources."""
-        owners: dict[int, _Tracked] = {}
-        poll = select.poll()
-        poll.register(interrupt.fileno(), select.POLLIN)
-        closed = [tracked for tracked in self._tracked if not tracked.tally.watching]
-        for tracked in (tracked for tracked in self._tracked if tracked.tally.watching):
-            with self._watched(tracked):
-                for descriptor, events in tracked.source.polled().items():
-                    poll.register(descriptor, events)
-                    owners[descriptor] = tracked
-            if not tracked.tally.watching:
-                closed.append(tracked)
-        seconds = min([seconds, *(tracked.retry - time.monotonic() for tracked in closed)])
-        polled = poll.poll(max(0, math.ceil(seconds * 1000)))
-        for descriptor, events in polled:
-            if descriptor == interrupt.fileno():
-                interrupt.drain()
-            elif events & GONE and owners[descriptor].tally.watching:
+    def _ready(self, seconds: float, interrupt: int) -> list[str] | None:
+        """Wait at most `seconds`. Return the sources that have events, and all lost ones; None after an interrupt."""
+        owners, poll = dict[int, str](), select.poll()
+        poll.register(interrupt, select.POLLIN)
+        for name, tally in self.tallies.items():
+            if tally.watching:
+                with self._watched(name):
+                    for descriptor, events in self._sources[name].polled().items():
+                        poll.register(descriptor, events)
+                        owners[descriptor] = name
+        lost = [tally for tally in self.tallies.values() if not tally.watching]
+        seconds = min([seconds, *(tally.retry - time.monotonic() for tally in lost)])
+        ready = dict[str, None]()
+        for descriptor, events in poll.poll(max(0, math.ceil(seconds * 1000))):
+            if descriptor == interrupt:
+                return None
+            ready[owners[descriptor]] = None
+            if events & GONE and self.tallies[owners[descriptor]].watching:
                 self._lose(owners[descriptor], "its file descriptor was closed or hung up")
-        ready = {id(owners[each]): owners[each] for each, _ in polled if each in owners}
-        return [*ready.values(), *(tracked for tracked in closed if id(tracked) not in ready)]
+        return list(ready | dict.fromkeys(tally.name for tally in lost))
 
-    def _due(self, sources: Iterable[_Tracked]) -> list[str]:
-        """Return the names of sources that need a pass: they had an event, or may have missed one while they were lost.
+    def _due(self, names: Iterable[str]) -> list[str]:
+        """Return those sources that need a pass: they had an event, or may have missed one while they were lost.
 
         Open lost sources again whose time for the next attempt has come.
         """
         due = []
-        for tracked in sources:
+        for name in names:
             needs_pass = False
-            if tracked.tally.watching:
-                with self._watched(tracked):
-                    needs_pass = tracked.source.needs_pass()
-            elif time.monotonic() >= tracked.retry:
-                needs_pass = self._open(tracked)
-            if needs_pass:
-                due.append(tracked.source.name)
+            if self.tallies[name].watching:
+                with self._watched(name):
+                    needs_pass = self._sources[name].needs_pass()
+            elif time.monotonic() >= self.tallies[name].retry:
+                needs_pass = self._open(name)
+            due += [name] if needs_pass else []
         return due
 
-    def _open(self, tracked: _Tracked) -> bool:
-        with self._watched(tracked):
-            tracked.source.open()
-            if tracked.failures:
-                log.info("event source %s works again", tracked.source.name)
-            tracked.tally.watching, tracked.opened = True, time.monotonic()
-        return tracked.tally.watching
+    def _open(self, name: str) -> bool:
+        tally = self.tallies[name]
+        with self._watched(name):
+            self._sources[name].open()
+            if tally.failures:
+                log.info("event source %s works again", name)
+            tally.watching, tally.opened = True, time.monotonic()
+        return tally.watching
 
     @contextlib.contextmanager
-    def _watched(self, tracked: _Tracked) -> Iterator[None]:
+    def _watched(self, name: str) -> Iterator[None]:
         """Lose the source after any error of the block, even one from a library: the others go on."""
         try:
             yield
         except Exception as error:
-            self._lose(tracked, in_words(error))
+            self._lose(name, in_words(error))
 
-    def _lose(self, tracked: _Tracked, why: str) -> None:
+    def _lose(self, name: str, why: str) -> None:
         """Close a source, and set when to open it again: first at once, then after ever longer times.
 
         A loss is logged and counted once, even if attempts to open the source again fail.
         """
-        now, tally = time.monotonic(), tracked.tally
-        if tally.watching and now - tracked.opened > BACK_OFF:
-            tracked.failures = 0
-        if tally.watching or not tracked.failures:
+        now, tally = time.monotonic(), self.tallies[name]
+        if tally.watching and now - tally.opened > BACK_OFF:
+            tally.failures = 0
+        if tally.watching or not tally.failures:
             tally.losses += 1
-            log.error(
-                "event source %s lost, timed passes replace it until it works again: %s", tally.name, one_line(why)
-            )
-        tracked.failures += 1
+            log.error("event source %s lost, timed passes replace it until it works again: %s", name, one_line(why))
+        tally.failures += 1
         # Limit the exponent too: after a day of failures, the power would be too large for a float.
-        doubled = min(tracked.failures - 2, 10)
-        tracked.retry = now + (min(BACK_OFF, 2.0**doubled) if tracked.failures > 1 else 0.0)
+        doubled = min(tally.failures - 2, 10)
+        tally.retry = now + (min(BACK_OFF, 2.0**doubled) if tally.failures > 1 else 0.0)
         tally.watching = False
-        try:
-            tracked.source.close()
-        except Exception as error:
-            log.error("event source %s was not closed properly: %s", tally.name, in_words(error))
+        with contextlib.suppress(OSError):
+            self._sources[name].close()
 
 
 NODES = inotify.CREATE | inotify.DELETE | inotify.MOVED_FROM | inotify.MOVED_TO | inotify.ATTRIB
@@ -299,15 +268,14 @@ class Directories:
         self._watch(self._inotify)
 
     def close(self) -> None:
-        self._watched = {}
+        # A descriptor may be bad (EBADF): that can be the reason for closing it.
         if self._inotify is not None:
-            # The descriptor may be bad (EBADF): that can be the reason for closing it.
             with contextlib.suppress(OSError):
                 self._inotify.close()
         if self._mounts is not None:
             with contextlib.suppress(OSError):
                 os.close(self._mounts)
-        self._inotify = self._mounts = None
+        self._inotify, self._mounts, self._watched = None, None, {}
 
     def polled(self) -> Mapping[int, int]:
         polled = {} if self._inotify is None else {self._inotify.fileno(): select.POLLIN}
@@ -332,31 +300,24 @@ class Directories:
 
     def _watch(self, instance: inotify.Inotify) -> list[str]:
         """Watch the directories that exist now. Return those that are new, were replaced, or no longer exist."""
-        wanted, changed = tuple(self._where()), []
-        for path in wanted:
-            try:
-                # If the inode is watched already, the kernel returns the existing watch descriptor.
-                watch = instance.add(self._system.full_path(path), self._events | DIRECTORY)
-            except (FileNotFoundError, NotADirectoryError):
-                if self._forget(instance, path):
-                    changed.append(path)
+        wanted, changed = dict.fromkeys(self._where()), []
+        for path in wanted | self._watched:
+            before, watch = self._watched.get(path), None
+            if path in wanted:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    # If the inode is watched already, the kernel returns the existing watch descriptor.
+                    watch = instance.add(self._system.full_path(path), self._events | DIRECTORY)
+            if watch == before:
                 continue
-            if self._watched.get(path) != watch:
-                self._forget(instance, path)
+            if before is not None:
+                del self._watched[path]
+                # This fails with EINVAL if the directory was removed, as the kernel has then removed the watch too.
+                with contextlib.suppress(OSError):
+                    instance.remove(before)
+            if watch is not None:
                 self._watched[path] = watch
-                changed.append(path)
-        for path in self._watched.keys() - set(wanted):
-            self._forget(instance, path)
+            changed += [path] if path in wanted else []
         return changed
-
-    def _forget(self, instance: inotify.Inotify, path: str) -> bool:
-        watch = self._watched.pop(path, None)
-        if watch is None:
-            return False
-        # This fails with EINVAL if the directory was removed, because the kernel has then removed the watch too.
-        with contextlib.suppress(OSError):
-            instance.remove(watch)
-        return True
 
 
 BATCH = 1000
@@ -411,8 +372,12 @@ def matters(event: Event, modules: tuple[str, ...]) -> bool:
         return event.device_path.startswith("/bus/pci/drivers/")
     if event.subsystem == "module":
         # Only the vendors' modules matter: the start of a Kubernetes node loads dozens of others.
-        return any(fnmatchcase(event.device_path.removeprefix("/module/"), pattern) for pattern in modules)
+        return _fits(event.device_path.removeprefix("/module/"), modules)
     return True
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 DEV = "/dev"
@@ -429,74 +394,44 @@ def host_sources(
     system: System, vendors: tuple[HostVendor, ...], driver: Callable[[], DriverSettings]
 ) -> tuple[Source, ...]:
     """Return all event sources except the kernel log. `driver` returns the current settings of the driver."""
-    return (
-        Udev(system, tuple(pattern for vendor in vendors for pattern in vendor.module_names)),
-        device_nodes(system, vendors),
-        driver_libraries(system, vendors, driver),
-        machined(system),
-        commands(system),
-        Directories(
-            REPORTS, system, lambda: report_directories(system), NewReports(system).matters, FILES, mounts=True
-        ),
-    )
+    modules = tuple(pattern for vendor in vendors for pattern in vendor.module_names)
+    nodes = [pattern for vendor in vendors for pattern in vendor.node_names]
+    libraries = [pattern for vendor in vendors for pattern in vendor.library_names]
+    directories = [each for vendor in vendors for each in vendor.node_directories]
 
-
-def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories:
-    """Return a source that watches vendors' device nodes, and the directories of their daemons' sockets.
-
-    The source is needed because udev has no events for nodes without a sysfs device.
-    """
-    is_node = _any_of(pattern for vendor in vendors for pattern in vendor.node_names)
-    directories = tuple(dict.fromkeys(each for vendor in vendors for each in vendor.node_directories))
-
-    def matters(directory: str, name: str) -> bool:
+    def node_matters(directory: str, name: str) -> bool:
         # Directories below /dev hold nodes, so every name matters. All others hold daemons' sockets; clients may write
         # there, so only the existence of these directories matters.
-        return is_node(directory, name) if directory == DEV else name == ANY or directory.startswith(f"{DEV}/")
+        return name == ANY or (_fits(name, nodes) if directory == DEV else directory.startswith(f"{DEV}/"))
 
-    return Directories("device-nodes", system, lambda: (DEV, *directories), matters)
+    def reports() -> Iterable[str]:
+        # The report directories of all machines, configured or not.
+        with contextlib.suppress(FileNotFoundError):
+            return map(report_directory, system.entries(MACHINES_RUNTIME))
+        return ()
 
-
-def driver_libraries(
-    system: System, vendors: tuple[HostVendor, ...], driver: Callable[[], DriverSettings]
-) -> Directories:
-    """Return a source that watches loader caches and libraries.
-
-    A directory that is made later is watched from the next pass on.
-    """
-    matters = _any_of(pattern for vendor in vendors for pattern in vendor.library_names)
-
-    def where() -> tuple[str, ...]:
-        return tuple(dict.fromkeys(each for vendor in vendors for each in vendor.library_directories(driver())))
-
-    return Directories("loader-cache", system, where, matters, FILES)
-
-
-def machined(system: System) -> Directories:
-    """Return a source that watches systemd-machined's record of machines, which shows when a machine stops."""
-    # Ignore the link `unit:...` that each machine has too, and temporary files, which begin with a dot.
-    return Directories(
-        "machined", system, lambda: (MACHINED_STATE,), lambda _, name: not name.startswith(("unit:", "."))
+    return (
+        Udev(system, modules),
+        # Vendors' device nodes, and the directories of their daemons' sockets: udev has no events for nodes without a
+        # sysfs device.
+        Directories("device-nodes", system, lambda: (DEV, *directories), node_matters),
+        # Loader caches and libraries. A directory that is made later is watched from the next pass on.
+        Directories(
+            "loader-cache",
+            system,
+            lambda: (each for vendor in vendors for each in vendor.library_directories(driver())),
+            lambda _, name: name == ANY or _fits(name, libraries),
+            FILES,
+        ),
+        # systemd-machined's record of machines, which shows when a machine stops. Ignore the link `unit:...` that each
+        # machine has too, and temporary files, which begin with a dot.
+        Directories("machined", system, lambda: (MACHINED_STATE,), lambda _, name: not name.startswith(("unit:", "."))),
+        # The file that `gpus forget` writes to make the service start a pass.
+        Directories(
+            "commands", system, lambda: (RUNTIME,), lambda _, name: name in (ANY, os.path.basename(WAKE)), FILES
+        ),
+        Directories(REPORTS, system, reports, NewReports(system).matters, FILES, mounts=True),
     )
-
-
-def commands(system: System) -> Directories:
-    """Return a source that watches for WAKE, which `gpus forget` writes to make the service start a pass."""
-    return Directories("commands", system, lambda: (RUNTIME,), _any_of([os.path.basename(WAKE)]), FILES)
-
-
-def _any_of(patterns: Iterable[str]) -> Callable[[str, str], bool]:
-    """Return a function for Directories: a name matters if it fits one of the patterns, and ANY does too."""
-    wanted = tuple(patterns)
-    return lambda _, name: name == ANY or any(fnmatchcase(name, pattern) for pattern in wanted)
-
-
-def report_directories(system: System) -> list[str]:
-    """Return the report directories of all machines, configured or not."""
-    try:
-        return [report_directory(name) for name in system.entries(MACHINES_RUNTIME)]
-    except FileNotFoundError:
-        return []
 
 
 class NewReports:
@@ -516,25 +451,21 @@ class NewReports:
         """
         if name not in (REPORT_NAME, ANY):
             return False
-        now, digest = self._clock(), self._digest(directory)
+        try:
+            digest = sha256(self._system.read_untrusted(f"{directory}/{REPORT_NAME}", SIZE_LIMIT)[0])
+        except FileNotFoundError:
+            digest = ""
+        except OSError as error:
+            # Use the error instead of the content: a report that becomes unreadable needs a pass, which says why.
+            digest = str(error.errno)
+        now, passes = self._clock(), self._passes[directory]
         # A new machine has no report yet, which does not count as a change. No pass is needed for the new machine:
         # unbounded-agent-prepare@ makes a pass at each start of a machine.
         last_digest, last_time = self._last.get(directory, ("", now))
         self._last[directory] = digest, now
         if digest == last_digest and now - last_time < HEARTBEAT:
             return False
-        passes = self._passes[directory]
         if len(passes) == MANY and now - passes[0] < PERIOD:
             return False
         passes.append(now)
         return True
-
-    def _digest(self, directory: str) -> str:
-        try:
-            content = self._system.read_untrusted(f"{directory}/{REPORT_NAME}", SIZE_LIMIT)[0]
-        except FileNotFoundError:
-            return ""
-        except OSError as error:
-            # Use the error instead of the content: a report that becomes unreadable needs a pass, which says why.
-            return str(error.errno)
-        return sha256(content)

@@ -8,7 +8,7 @@ import select
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,12 @@ from msgspec.structs import replace
 from agent.config.settings import MachineSettings
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.reconcile import Outcome
-from agent.host.state.gpus import observe_gpus, record_lost
+from agent.host.state.gpus import observe_gpus
 from agent.model.conditions import Condition, ConditionType, Status
-from agent.model.facts import VendorFacts
+from agent.model.facts import GpuFault, VendorFacts
 from agent.model.goal import DriverRoots
 from agent.model.paths import GPUS, KERNEL_LOG_READ
 from agent.system.devices import BURST, KernelLog, open_kernel_log, parse_record
-from agent.vendors.host_vendor import GpuError
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.devices import parse_xid
 from agent.vendors.nvidia.grant import grant_nvidia
@@ -73,38 +72,55 @@ class Log:
         self._theirs.close()
 
 
+class Site:
+    """A host with two GPUs, its kernel log, and what was counted."""
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.log, self.counted = host, Log(), Counter[tuple[str, int]]()
+        # A real log is never empty.
+        self.log.write("Linux version")
+        for each in (FIRST, SECOND):
+            self.rebind(each)
+
+    def start(self) -> GpuErrors:
+        found = GpuErrors(self.host, self._count, self.log.open)
+        found.open()
+        return found
+
+    def _count(self, address: str, number: int, times: int) -> None:
+        self.counted[address, number] += times
+
+    def first_run(self) -> None:
+        """Run the service as long as it takes to read one record."""
+        found = self.start()
+        self.log.write(PAGE_FAULT)
+        found.needs_pass()
+        self.save(found)
+        found.close()
+
+    def save(self, found: GpuErrors) -> None:
+        found.save_position([FIRST, SECOND])
+
+    def rebind(self, address: str) -> None:
+        """Let the kernel bind a GPU's driver again: sysfs makes a new link, and does not soon reuse an inode number."""
+        link = Path(self.host.root, f"sys/bus/pci/devices/{address}/driver")
+        if link.is_symlink():
+            # The test's file system would reuse the number that was just freed.
+            link.rename(link.with_name("before"))
+        self.host.symlink(f"/sys/bus/pci/devices/{address}/driver", "../../../../bus/pci/drivers/nvidia")
+
+    def lost(self) -> list[str]:
+        return list(observe_gpus(self.host).lost)
+
+    def faults(self) -> Mapping[str, GpuFault]:
+        return observe_gpus(self.host).faults
+
+
 @pytest.fixture
-def kernel_log() -> Iterator[Log]:
-    made = Log()
-    # A real log is never empty.
-    made.write("Linux version")
+def site(gpu_host: Host) -> Iterator[Site]:
+    made = Site(gpu_host)
     yield made
-    made.close()
-
-
-@pytest.fixture
-def counts() -> Counter[tuple[str, int]]:
-    return Counter()
-
-
-@pytest.fixture
-def follow(gpu_host: Host, kernel_log: Log, counts: Counter[tuple[str, int]]) -> Callable[[], GpuErrors]:
-    for each in (FIRST, SECOND):
-        bind(gpu_host, each)
-
-    def count(address: str, number: int, times: int) -> None:
-        counts[address, number] += times
-
-    return lambda: GpuErrors(gpu_host, count, kernel_log.open)
-
-
-def bind(host: Host, address: str) -> None:
-    """Let the kernel bind a GPU's driver again: sysfs makes a new link, and does not soon reuse an inode number."""
-    link = Path(host.root, f"sys/bus/pci/devices/{address}/driver")
-    if link.is_symlink():
-        # The test's file system would reuse the number that was just freed.
-        link.rename(link.with_name("before"))
-    host.symlink(f"/sys/bus/pci/devices/{address}/driver", "../../../../bus/pci/drivers/nvidia")
+    made.log.close()
 
 
 # ---- records
@@ -159,13 +175,13 @@ def test_a_log_is_read_from_a_record(tmp_path: Path, after: int, texts: tuple[st
     records.close()
 
 
-def test_overwritten_records_are_counted_and_reading_goes_on(kernel_log: Log) -> None:
-    found = kernel_log.open("", None)
-    kernel_log.failing = [errno.EPIPE]
+def test_overwritten_records_are_counted_and_reading_goes_on(site: Site) -> None:
+    found = site.log.open("", None)
+    site.log.failing = [errno.EPIPE]
     found.read()
     assert found.overruns == 0, "of what was only passed over, nothing was missed"
-    kernel_log.failing = [errno.EPIPE, errno.EPIPE]
-    kernel_log.write("after")
+    site.log.failing = [errno.EPIPE, errno.EPIPE]
+    site.log.write("after")
     assert found.read() == ("after",)
     assert found.overruns == 2
     found.close()
@@ -197,6 +213,8 @@ def test_an_xid_is_read(text: str, where: str, number: int) -> None:
     assert error is not None
     assert (error.pci_address, error.number, error.lost) == (where, number, number == 79)
     assert error.meaning.startswith(f"Xid {number}: ")
+    assert error.from_application is (number in (13, 31))
+    assert ("reboot the host" in error.meaning) is (number == 79)
 
 
 @pytest.mark.parametrize(
@@ -215,67 +233,50 @@ def test_other_messages_are_none(text: str) -> None:
     assert parse_xid(text) is None
 
 
-def test_an_applications_fault_is_not_a_gpus() -> None:
-    fault, gone = parse_xid(PAGE_FAULT), parse_xid(OFF_THE_BUS)
-    assert isinstance(fault, GpuError)
-    assert isinstance(gone, GpuError)
-    assert (fault.from_application, gone.from_application) == (True, False)
-    assert "reboot the host" in gone.meaning
-
-
 # ---- what is made of them
 
 
-def test_errors_are_counted_logged_and_shown(
-    follow: Callable[[], GpuErrors],
-    kernel_log: Log,
-    counts: Counter[tuple[str, int]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    found = follow()
+def test_errors_are_counted_logged_and_shown(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    found = site.start()
     for _ in range(3):
-        kernel_log.write(PAGE_FAULT)
-    kernel_log.write(OFF_THE_BUS, priority=11)
+        site.log.write(PAGE_FAULT)
+    site.log.write(OFF_THE_BUS, priority=11)
     with caplog.at_level("INFO", logger="agent.host.daemon.gpu_errors"):
-        assert found.read() is False
-    assert counts == {(SECOND, 31): 3}, "not the one that user space wrote"
+        assert found.needs_pass() is False
+    assert site.counted == {(SECOND, 31): 3}, "not the one that user space wrote"
     (line,) = caplog.messages
     assert line == f"{SECOND}: Xid 31: an application's access to memory that it does not have (3 times)"
     assert caplog.records[0].levelname == "INFO"
     assert re.fullmatch(r"Xid 31: .* \(read at \S+Z\)", found.last[SECOND])
-    assert found.read() is False
-    assert counts == {(SECOND, 31): 3}
+    assert found.needs_pass() is False
+    assert site.counted == {(SECOND, 31): 3}
 
 
-def test_series_are_bounded_by_the_hosts_devices(
-    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
-) -> None:
-    found = follow()
-    kernel_log.write("NVRM: Xid (PCI:0000:77:00): 48, x")
-    kernel_log.write("NVRM: Xid (PCI:0000:02:00): 48, x")
-    found.read()
-    assert counts == {(SECOND, 48): 1}
-    Path(gpu_host.root, f"sys/bus/pci/devices/{SECOND}").rename(Path(gpu_host.root, "gone"))
-    kernel_log.write("NVRM: Xid (PCI:0000:02:00): 79, x")
-    assert found.read() is False, "without a driver there is nothing to be kept"
-    assert counts == {(SECOND, 48): 1, (SECOND, 79): 1}
+def test_series_are_bounded_by_the_hosts_devices(site: Site) -> None:
+    found = site.start()
+    site.log.write("NVRM: Xid (PCI:0000:77:00): 48, x")
+    site.log.write("NVRM: Xid (PCI:0000:02:00): 48, x")
+    found.needs_pass()
+    assert site.counted == {(SECOND, 48): 1}
+    Path(site.host.root, f"sys/bus/pci/devices/{SECOND}").rename(Path(site.host.root, "gone"))
+    site.log.write("NVRM: Xid (PCI:0000:02:00): 79, x")
+    assert found.needs_pass() is False, "without a driver there is nothing to be kept"
+    assert site.counted == {(SECOND, 48): 1, (SECOND, 79): 1}
 
 
 @pytest.mark.parametrize(
     ("number", "fatal"), [(31, False), (48, True), (63, False), (79, True), (94, False), (119, True), (140, True)]
 )
-def test_a_fatal_error_is_recorded_once_and_causes_a_pass(
-    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, number: int, fatal: bool
-) -> None:
+def test_a_fatal_error_is_recorded_once_and_causes_a_pass(site: Site, number: int, fatal: bool) -> None:
     """Only these keep new pods from the GPU: a program's error says nothing about it."""
-    found = follow()
+    found = site.start()
     for expected in (fatal, fatal and number == 79):
-        kernel_log.write(f"NVRM: Xid (PCI:0000:02:00): {number}, x")
-        assert found.read() is expected
-    faults = observe_gpus(gpu_host).faults
+        site.log.write(f"NVRM: Xid (PCI:0000:02:00): {number}, x")
+        assert found.needs_pass() is expected
+    faults = site.faults()
     assert {address: each.reason for address, each in faults.items()} == ({SECOND: f"Xid{number}"} if fatal else {})
-    bind(gpu_host, SECOND)
-    assert observe_gpus(gpu_host).faults == {}
+    site.rebind(SECOND)
+    assert site.faults() == {}
 
 
 RECOVERY = "NVRM: Xid (PCI:0000:02:00): 154, GPU recovery action changed from {} to {}"
@@ -300,134 +301,87 @@ def test_the_drivers_verdict_decides_about_the_gpu(action: str, advice: str, fat
     assert error.fault == ("Xid154" if fatal else "")
 
 
-def test_a_verdict_that_gets_worse_replaces_the_one_before(
-    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
-) -> None:
+def test_a_verdict_that_gets_worse_replaces_the_one_before(site: Site) -> None:
     """The last one, that the driver needs nothing now, does not prove that the GPU is well."""
     none, reset, reboot = "0x0 (None)", "0x1 (GPU Reset Required)", "0x2 (Node Reboot Required)"
-    found = follow()
+    found = site.start()
     for before, after, news in ((none, reset, True), (reset, reboot, True), (reboot, none, False)):
-        kernel_log.write(RECOVERY.format(before, after))
-        assert found.read() is news
-    assert "reboot the host" in observe_gpus(gpu_host).faults[SECOND].meaning
+        site.log.write(RECOVERY.format(before, after))
+        assert found.needs_pass() is news
+    assert "reboot the host" in site.faults()[SECOND].meaning
 
 
-def test_a_fatal_error_before_the_driver_was_bound_again_does_not_count(
-    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
-) -> None:
-    listen_for_a_while(follow, kernel_log)
-    kernel_log.write("NVRM: Xid (PCI:0000:02:00): 48, x")
-    bind(gpu_host, SECOND)
-    assert follow().read() is False
-    assert observe_gpus(gpu_host).faults == {}
+def test_a_fatal_error_before_the_driver_was_bound_again_does_not_count(site: Site) -> None:
+    site.first_run()
+    site.log.write("NVRM: Xid (PCI:0000:02:00): 48, x")
+    site.rebind(SECOND)
+    assert site.start().needs_pass() is False
+    assert site.faults() == {}
 
 
-def test_a_failing_log_is_reported_once_and_opened_again(
-    follow: Callable[[], GpuErrors],
-    kernel_log: Log,
-    counts: Counter[tuple[str, int]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    found = follow()
-    kernel_log.failing = [errno.EIO]
-    assert found.read() is False
-    assert (found.error, found.polled()) == ("/dev/kmsg: simulated", {})
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    kernel_log.write(PAGE_FAULT)
-    found.read()
-    assert (found.error, counts[SECOND, 31], kernel_log.opened) == ("", 1, 2)
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_log_that_fails_or_that_somebody_else_closed_is_opened_again(site: Site, closed: bool) -> None:
+    found, why = site.start(), "Bad file descriptor" if closed else "simulated"
+    if closed:
+        os.close(*found.polled())
+    else:
+        site.log.failing = [errno.EIO]
+    with pytest.raises(OSError, match=why):
+        found.needs_pass()
+    assert (found.error, found.polled()) == (f"/dev/kmsg: {why}", {})
+    site.log.write(PAGE_FAULT)
+    found.needs_pass()
+    assert (found.error, site.counted[SECOND, 31], site.log.opened) == ("", 1, 2)
 
 
-def test_a_log_whose_descriptor_somebody_else_closed_is_opened_again(
-    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]]
-) -> None:
-    found = follow()
-    (descriptor,) = found.polled()
-    os.close(descriptor)
-    assert found.read() is False
-    assert found.error == "/dev/kmsg: Bad file descriptor"
-    kernel_log.write(PAGE_FAULT)
-    found.read()
-    assert (found.error, counts[SECOND, 31], kernel_log.opened) == ("", 1, 2)
-
-
-def test_a_host_without_a_kernel_log_is_served(gpu_host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_without_a_kernel_log_says_so(gpu_host: Host) -> None:
     found = GpuErrors(gpu_host)
-    assert [found.read(), found.read()] == [False, False]
-    assert found.error == "/dev/kmsg: No such file or directory"
-    assert len(caplog.messages) == 1
-
-
-def listen_for_a_while(follow: Callable[[], GpuErrors], kernel_log: Log) -> None:
-    """Run the service as long as it takes to read one record."""
-    found = follow()
-    kernel_log.write(PAGE_FAULT)
-    found.read()
-    found.save_position([FIRST, SECOND])
-    found.close()
-
-
-def test_messages_while_the_service_was_down_are_not_missed(
-    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
-) -> None:
-    listen_for_a_while(follow, kernel_log)
-    kernel_log.write(OFF_THE_BUS)
-    after = follow()
-    assert after.read() is True
-    assert counts == {(SECOND, 31): 1, (FIRST, 79): 1}
-    assert list(observe_gpus(gpu_host).lost) == [FIRST]
-
-
-def test_an_unchanged_note_is_not_written_again(
-    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
-) -> None:
-    found = follow()
-    kernel_log.write(PAGE_FAULT)
-    found.read()
-    found.save_position([FIRST, SECOND])
-    gpu_host.remove_file(KERNEL_LOG_READ)
-    found.save_position([FIRST, SECOND])
-    assert not gpu_host.exists(KERNEL_LOG_READ)
-    bind(gpu_host, FIRST)
-    found.save_position([FIRST, SECOND])
-    assert gpu_host.exists(KERNEL_LOG_READ)
-
-
-def test_a_position_that_could_not_be_saved_is_saved_once_there_is_space(
-    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Even if the kernel writes nothing more. Otherwise the next start would take old errors for new ones."""
-    found = follow()
-    kernel_log.write(PAGE_FAULT)
-    found.read()
-    gpu_host.full = [KERNEL_LOG_READ]
     for _ in range(2):
-        found.save_position([FIRST, SECOND])
-    assert len([each for each in caplog.messages if "cannot save the read position" in each]) == 1
-    gpu_host.full = []
-    found.save_position([FIRST, SECOND])
-    assert gpu_host.exists(KERNEL_LOG_READ)
+        with pytest.raises(OSError, match="/dev/kmsg: No such file or directory"):
+            found.needs_pass()
+    assert found.error == "/dev/kmsg: No such file or directory"
 
 
-def test_a_binding_that_cannot_be_read_does_not_end_the_service(
-    follow: Callable[[], GpuErrors], kernel_log: Log, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = follow()
-    kernel_log.write(PAGE_FAULT)
-    found.read()
-    found.save_position(["x" * 300])
-    assert "cannot save the read position of /dev/kmsg; each pass tries again: " in caplog.text
+def test_messages_while_the_service_was_down_are_not_missed(site: Site) -> None:
+    site.first_run()
+    site.log.write(OFF_THE_BUS)
+    after = site.start()
+    assert after.needs_pass() is True
+    assert site.counted == {(SECOND, 31): 1, (FIRST, 79): 1}
+    assert site.lost() == [FIRST]
+
+
+def test_an_unchanged_note_is_not_written_again(site: Site) -> None:
+    found = site.start()
+    site.log.write(PAGE_FAULT)
+    found.needs_pass()
+    site.save(found)
+    site.host.remove_file(KERNEL_LOG_READ)
+    site.save(found)
+    assert not site.host.exists(KERNEL_LOG_READ)
+    site.rebind(FIRST)
+    site.save(found)
+    assert site.host.exists(KERNEL_LOG_READ)
+
+
+def test_a_position_that_could_not_be_saved_is_saved_once_there_is_space(site: Site) -> None:
+    """Even if the kernel writes nothing more. Otherwise the next start would take old errors for new ones."""
+    found = site.start()
+    site.log.write(PAGE_FAULT)
+    found.needs_pass()
+    site.host.full = [KERNEL_LOG_READ]
+    with pytest.raises(OSError, match="No space"):
+        site.save(found)
+    site.host.full = []
+    site.save(found)
+    assert site.host.exists(KERNEL_LOG_READ)
 
 
 def test_an_error_of_a_gpu_whose_binding_cannot_be_read_does_not_end_the_service(
-    follow: Callable[[], GpuErrors],
-    kernel_log: Log,
-    counts: Counter[tuple[str, int]],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listen_for_a_while(follow, kernel_log)
-    kernel_log.write(OFF_THE_BUS)
+    site.first_run()
+    site.log.write(OFF_THE_BUS)
     lstat = os.lstat
 
     def failing(path: str) -> os.stat_result:
@@ -435,139 +389,125 @@ def test_an_error_of_a_gpu_whose_binding_cannot_be_read_does_not_end_the_service
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         return lstat(path)
 
-    after = follow()
+    after = site.start()
     monkeypatch.setattr(os, "lstat", failing)
-    assert after.read() is False
-    assert counts[FIRST, 79] == 1
+    assert after.needs_pass() is False
+    assert site.counted[FIRST, 79] == 1
     assert f"cannot record the fault of GPU {FIRST}; each pass tries again: " in caplog.text
 
 
 @pytest.mark.parametrize("rebound", [False, True])
 def test_a_fatal_error_is_recorded_once_there_is_space(
-    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, caplog: pytest.LogCaptureFixture, rebound: bool
+    site: Site, caplog: pytest.LogCaptureFixture, rebound: bool
 ) -> None:
     """The kernel does not repeat it, and until it is recorded, pods get the GPU."""
-    listen_for_a_while(follow, kernel_log)
-    found, position = follow(), gpu_host.read(KERNEL_LOG_READ)
-    gpu_host.full = [GPUS]
-    kernel_log.write(OFF_THE_BUS)
-    assert [found.read(), found.read()] == [False, False]
+    site.first_run()
+    found, position = site.start(), site.host.read(KERNEL_LOG_READ)
+    site.host.full = [GPUS]
+    site.log.write(OFF_THE_BUS)
+    assert [found.needs_pass(), found.needs_pass()] == [False, False]
     assert len([each for each in caplog.messages if "cannot record the fault" in each]) == 1
-    found.save_position([FIRST, SECOND])
-    assert gpu_host.read(KERNEL_LOG_READ) == position, "a service that starts now reads the error again"
-    gpu_host.full = []
+    site.save(found)
+    assert site.host.read(KERNEL_LOG_READ) == position, "a service that starts now reads the error again"
+    site.host.full = []
     if rebound:
-        bind(gpu_host, FIRST)
-    assert [found.read(), found.read()] == [not rebound, False]
+        site.rebind(FIRST)
+    assert [found.needs_pass(), found.needs_pass()] == [not rebound, False]
     expected = [] if rebound else [FIRST]
-    assert (list(observe_gpus(gpu_host).lost), list(observe_gpus(gpu_host).faults)) == (expected, expected)
-    found.save_position([FIRST, SECOND])
-    assert gpu_host.read(KERNEL_LOG_READ) != position
+    assert (site.lost(), list(site.faults())) == (expected, expected)
+    site.save(found)
+    assert site.host.read(KERNEL_LOG_READ) != position
 
 
-def test_a_later_error_is_not_replaced_by_one_that_is_recorded_late(
-    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
-) -> None:
-    found = follow()
-    gpu_host.full = [GPUS]
-    kernel_log.write(RECOVERY.format("0x0 (None)", "0x1 (GPU Reset Required)"))
+def test_a_later_error_is_not_replaced_by_one_that_is_recorded_late(site: Site) -> None:
+    found = site.start()
+    site.host.full = [GPUS]
+    site.log.write(RECOVERY.format("0x0 (None)", "0x1 (GPU Reset Required)"))
     assert not found.needs_pass()
     since = time.time()
-    gpu_host.full = []
-    kernel_log.write(RECOVERY.format("0x1 (GPU Reset Required)", "0x2 (Node Reboot Required)"))
+    site.host.full = []
+    site.log.write(RECOVERY.format("0x1 (GPU Reset Required)", "0x2 (Node Reboot Required)"))
     assert found.needs_pass()
-    found.read()
-    assert "reboot the host" in observe_gpus(gpu_host).faults[SECOND].meaning
-    assert observe_gpus(gpu_host).faults[SECOND].since >= since
+    found.needs_pass()
+    assert "reboot the host" in site.faults()[SECOND].meaning
+    assert site.faults()[SECOND].since >= since
 
 
-def test_a_gpu_whose_driver_was_rebound_meanwhile_is_not_lost(
-    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
-) -> None:
-    listen_for_a_while(follow, kernel_log)
-    kernel_log.write(OFF_THE_BUS)
-    bind(gpu_host, FIRST)
-    after = follow()
-    assert after.read() is False
-    assert (counts[FIRST, 79], observe_gpus(gpu_host).lost) == (1, {})
-    kernel_log.write(OFF_THE_BUS)
-    assert after.read() is True, "it is up to date by now"
+def test_a_gpu_whose_driver_was_rebound_meanwhile_is_not_lost(site: Site) -> None:
+    site.first_run()
+    site.log.write(OFF_THE_BUS)
+    site.rebind(FIRST)
+    after = site.start()
+    assert after.needs_pass() is False
+    assert (site.counted[FIRST, 79], observe_gpus(site.host).lost) == (1, {})
+    site.log.write(OFF_THE_BUS)
+    assert after.needs_pass() is True, "it is up to date by now"
 
 
-def test_after_a_quiet_first_run_nothing_is_missed(
-    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
-) -> None:
+def test_after_a_quiet_first_run_nothing_is_missed(site: Site) -> None:
     """The kernel writes nothing during the first run; earlier messages cannot be attributed."""
-    kernel_log.write(OFF_THE_BUS)
-    found = follow()
-    assert not found.read()
-    found.save_position([FIRST, SECOND])
+    site.log.write(OFF_THE_BUS)
+    found = site.start()
+    assert not found.needs_pass()
+    site.save(found)
     found.close()
-    assert (counts, observe_gpus(gpu_host).lost) == ({}, {})
-    kernel_log.write(OFF_THE_BUS)
-    assert follow().read()
-    assert list(observe_gpus(gpu_host).lost) == [FIRST]
+    assert (site.counted, observe_gpus(site.host).lost) == ({}, {})
+    site.log.write(OFF_THE_BUS)
+    assert site.start().needs_pass()
+    assert site.lost() == [FIRST]
 
 
 @pytest.mark.parametrize("interrupted", [None, "lost", "restarted"])
-def test_messages_before_the_first_run_are_skipped(
-    follow: Callable[[], GpuErrors],
-    kernel_log: Log,
-    counts: Counter[tuple[str, int]],
-    gpu_host: Host,
-    interrupted: str | None,
-) -> None:
+def test_messages_before_the_first_run_are_skipped(site: Site, interrupted: str | None) -> None:
     """However many reads that takes, and whatever happens in between."""
-    kernel_log.flood(BURST)
-    kernel_log.write(OFF_THE_BUS)
-    found = follow()
-    found.save_position([FIRST, SECOND])
+    site.log.flood(BURST)
+    site.log.write(OFF_THE_BUS)
+    found = site.start()
+    site.save(found)
     if interrupted == "lost":
-        kernel_log.failing = [errno.EIO]
-        found.read()
+        site.log.failing = [errno.EIO]
+        with pytest.raises(OSError, match="simulated"):
+            found.needs_pass()
     if interrupted == "restarted":
         found.close()
-        found = follow()
-    assert not found.read()
-    assert (counts, observe_gpus(gpu_host).lost) == ({}, {})
-    kernel_log.write(OFF_THE_BUS)
-    assert found.read()
+        found = site.start()
+    assert not found.needs_pass()
+    assert (site.counted, observe_gpus(site.host).lost) == ({}, {})
+    site.log.write(OFF_THE_BUS)
+    assert found.needs_pass()
 
 
 @pytest.mark.parametrize("interrupted", [None, "lost", "restarted"])
-def test_a_pass_while_catching_up_does_not_make_old_errors_new(
-    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, interrupted: str | None
-) -> None:
+def test_a_pass_while_catching_up_does_not_make_old_errors_new(site: Site, interrupted: str | None) -> None:
     """More was written than one read returns; the rest may belong to an older binding of the driver too."""
-    listen_for_a_while(follow, kernel_log)
-    bind(gpu_host, FIRST)
-    kernel_log.flood(BURST)
-    found = follow()
-    assert not found.read()
+    site.first_run()
+    site.rebind(FIRST)
+    site.log.flood(BURST)
+    found = site.start()
+    assert not found.needs_pass()
     if interrupted == "lost":
-        kernel_log.failing = [errno.EIO]
-        found.read()
-    found.save_position([FIRST, SECOND])
+        site.log.failing = [errno.EIO]
+        with pytest.raises(OSError, match="simulated"):
+            found.needs_pass()
+    site.save(found)
     if interrupted == "restarted":
         found.close()
-        found = follow()
-    kernel_log.write(OFF_THE_BUS)
-    assert not found.read()
-    assert observe_gpus(gpu_host).lost == {}
-    found.save_position([FIRST, SECOND])
+        found = site.start()
+    site.log.write(OFF_THE_BUS)
+    assert not found.needs_pass()
+    assert observe_gpus(site.host).lost == {}
+    site.save(found)
     found.close()
-    kernel_log.write(OFF_THE_BUS)
-    assert follow().read(), "of the binding that was kept once all was read"
+    site.log.write(OFF_THE_BUS)
+    assert site.start().needs_pass(), "of the binding that was kept once all was read"
 
 
 @pytest.mark.parametrize("kept", [b"", b"{", b'{"sequence": "x", "bindings": {}}'])
-def test_a_damaged_note_of_the_read_position_is_ignored(
-    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, kept: bytes
-) -> None:
-    gpu_host.file(KERNEL_LOG_READ, kept)
-    found = follow()
-    kernel_log.write(OFF_THE_BUS)
-    assert found.read() is True
+def test_a_damaged_note_of_the_read_position_is_ignored(site: Site, kept: bytes) -> None:
+    site.host.file(KERNEL_LOG_READ, kept)
+    found = site.start()
+    site.log.write(OFF_THE_BUS)
+    assert found.needs_pass() is True
 
 
 # ---- a GPU that is lost
@@ -578,37 +518,35 @@ def devices_present(outcome: Outcome) -> Condition:
     return next(each for each in machine.conditions if each.type is ConditionType.DEVICES_PRESENT)
 
 
-def test_a_gpu_off_the_bus_withdraws_readiness_until_its_driver_is_rebound(
-    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
-) -> None:
-    found = follow()
-    passes = reconciler(gpu_host)
+def test_a_gpu_off_the_bus_withdraws_readiness_until_its_driver_is_rebound(site: Site) -> None:
+    found = site.start()
+    passes = reconciler(site.host)
     before = passes.run_pass()
     assert devices_present(before).status is Status.TRUE
-    kernel_log.write(OFF_THE_BUS)
-    assert found.read() is True, "a pass is wanted"
+    site.log.write(OFF_THE_BUS)
+    assert found.needs_pass() is True, "a pass is wanted"
     after = passes.run_pass()
     condition = devices_present(after)
     assert (condition.status, condition.reason) == (Status.FALSE, "GPUFallenOffBus")
     assert condition.message.startswith(f"{FIRST}: Xid 79: the GPU has fallen off the bus; ")
     assert after.machines[0].gpus == before.machines[0].gpus, "nothing is taken away: other GPUs have pods"
-    again = reconciler(gpu_host).run_pass()
+    again = reconciler(site.host).run_pass()
     assert devices_present(again).status is Status.FALSE, "another process knows it too"
-    bind(gpu_host, SECOND)
+    site.rebind(SECOND)
     assert devices_present(passes.run_pass()).status is Status.FALSE, "another GPU's driver"
-    bind(gpu_host, FIRST)
+    site.rebind(FIRST)
     assert devices_present(passes.run_pass()).status is Status.TRUE
 
 
-def test_only_a_lost_gpu_needs_a_pass(follow: Callable[[], GpuErrors], kernel_log: Log) -> None:
+def test_only_a_lost_gpu_needs_a_pass(site: Site) -> None:
     """It is a source of wake-ups, and the poller handles its loss."""
-    found = follow()
+    found = site.start()
     assert list(found.polled().values()) == [select.POLLIN]
-    kernel_log.write(PAGE_FAULT)
+    site.log.write(PAGE_FAULT)
     assert not found.needs_pass()
-    kernel_log.write(OFF_THE_BUS)
+    site.log.write(OFF_THE_BUS)
     assert found.needs_pass()
-    kernel_log.failing = [errno.EIO]
+    site.log.failing = [errno.EIO]
     with pytest.raises(OSError, match="/dev/kmsg: simulated"):
         found.needs_pass()
     found.open()
@@ -627,12 +565,3 @@ def test_only_machines_that_have_the_gpu_lose_it() -> None:
         )
 
     assert (devices(address(0)), devices(address(1))) == (Status.FALSE, Status.TRUE)
-
-
-def test_a_damaged_note_of_lost_gpus_is_ignored(gpu_host: Host) -> None:
-    bind(gpu_host, FIRST)
-    assert record_lost(gpu_host, FIRST, "gone")
-    assert observe_gpus(gpu_host).lost == {FIRST: "gone"}
-    gpu_host.file(GPUS, b"{")
-    assert observe_gpus(gpu_host).lost == {}
-    assert record_lost(gpu_host, FIRST, "gone"), "it is written anew"

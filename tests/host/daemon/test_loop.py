@@ -22,10 +22,7 @@ import pytest
 
 from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.config.settings import Config
-from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.loop import Daemon, Notifier, Timing
-from agent.host.daemon.server import Server, listen_locally
-from agent.host.daemon.wakeups import Wakeups
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.model.device import FileIdentity
 from agent.model.facts import Seen
@@ -82,6 +79,23 @@ class Service:
         environment |= {"PATH": os.environ["PATH"], "NOTIFY_SOCKET": self.address}
         self.child = CHILDREN.Process(target=simulated_reconciler.main, args=(str(self.root), timing, environment))
         self.child.start()
+
+    def up(self, timing: dict[str, float] | None = None, **environment: str) -> None:
+        """Start the daemon, and wait until it is ready."""
+        before = self.notifications("READY=1")
+        self.start(timing or SLOW, **environment)
+        wait_for(lambda: self.notifications("READY=1") > before)
+
+    def in_pass(self, timing: dict[str, float], **behaviour: object) -> None:
+        """Start the daemon, and wait until it is in a pass that does not end."""
+        self.behave(**(behaviour or {"hold": True}))
+        self.start(timing)
+        wait_for(self.passes)
+
+    def reload(self) -> None:
+        before = self.notifications("READY=1")
+        self.signal(signal.SIGHUP)
+        wait_for(lambda: self.notifications("READY=1") > before)
 
     def signal(self, number: int) -> None:
         assert self.child is not None
@@ -158,20 +172,14 @@ def service(tmp_path: Path) -> Iterator[Service]:
     made.close()
 
 
-def ready(service: Service) -> bool:
-    return service.notifications("READY=1") > 0
-
-
 def test_the_service_is_ready_after_the_first_pass_even_if_machines_are_not(service: Service) -> None:
-    service.behave(hold=True, condition=("DriverLoaded", "False", "ModuleMissing", "load the module nvidia"))
-    service.start(SLOW)
-    wait_for(lambda: service.passes())
+    service.in_pass(SLOW, hold=True, condition=("DriverLoaded", "False", "ModuleMissing", "load the module nvidia"))
     assert service.notifications("READY=1") == 0
     assert service.get("/livez") == (200, "ok\n")
     assert service.get("/readyz")[0] == 503
     assert service.metric('machine_ready{machine="gpu-node"}') == 0
     service.behave()
-    wait_for(lambda: ready(service))
+    wait_for(lambda: service.notifications("READY=1"))
     assert service.notifications("STATUS=gpu-node: not ready: DriverLoaded ModuleMissing") == 1
     assert service.get("/readyz") == (200, "ok\n")
     status, body = service.get("/readyz/machines/gpu-node")
@@ -181,19 +189,25 @@ def test_the_service_is_ready_after_the_first_pass_even_if_machines_are_not(serv
     assert service.get("/readyz/machines/other")[0] == 404
 
 
-def test_a_ready_machine(service: Service) -> None:
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+def test_a_ready_machine_and_a_quiet_host(service: Service) -> None:
+    """No udevd runs in the test's tree; the other sources work. SIGTERM ends an idle daemon at once."""
+    service.up()
     assert service.notifications("STATUS=gpu-node: Ready") == 1
     assert service.get("/readyz/machines/gpu-node") == (200, "ok\n")
     assert "[+]CDISpecCurrent True" in service.get("/readyz/machines/gpu-node?verbose")[1]
     assert service.get("/healthz?verbose") == (200, "[+]loop ok\nhealthz check passed\n")
     assert service.metric('machine_ready{machine="gpu-node"}') == 1
-
-
-def test_sigterm_ends_an_idle_daemon_at_once(service: Service) -> None:
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+    assert service.metric("event_to_converged_seconds_count") == 0, "the start is no event"
+    assert service.metric('wakeup_source_watching{source="udev"}') == 0
+    assert service.metric('wakeup_source_losses_total{source="udev"}') == 1
+    assert service.log().count("<3>event source udev lost") == 1
+    for source in ("commands", "device-nodes", "loader-cache", "machined", "reports"):
+        assert service.metric(f'wakeup_source_watching{{source="{source}"}}') == 1
+    service.change_loader_cache()
+    wait_for(lambda: service.metric('wakeups_total{source="loader-cache"}') == 1)
+    assert service.metric("reconcile_duration_seconds_count") == 2
+    time.sleep(0.3)
+    assert len(service.passes()) == 2, "the pass itself is no event"
     started = time.monotonic()
     service.signal(signal.SIGTERM)
     assert service.ended() == 0
@@ -202,39 +216,24 @@ def test_sigterm_ends_an_idle_daemon_at_once(service: Service) -> None:
 
 
 def test_sigterm_interrupts_a_pass_that_does_not_end(service: Service) -> None:
-    service.behave(hold=True)
-    service.start(SLOW | {"grace": 0.5})
-    wait_for(lambda: service.passes())
+    """A second signal does not prolong the grace period: who presses Ctrl-C again is in a hurry."""
+    service.in_pass(SLOW | {"grace": 0.6})
     started = time.monotonic()
-    service.signal(signal.SIGTERM)
+    assert service.child is not None
+    while service.child.is_alive() and time.monotonic() - started < 60:
+        service.signal(signal.SIGTERM)
+        service.child.join(0.2)
     assert service.ended() == 0
-    assert time.monotonic() - started > 0.45, "its grace"
+    assert 0.55 < time.monotonic() - started < 60, "its grace"
     assert service.notifications("STOPPING=1") == 1
     assert "<4>interrupted during a pass" in service.log()
 
 
-def test_a_second_signal_does_not_prolong_the_grace_period(service: Service) -> None:
-    """Who presses Ctrl-C again is in a hurry."""
-    service.behave(hold=True)
-    service.start(SLOW | {"grace": 3.0})
-    wait_for(lambda: service.passes())
-    deadline = time.monotonic() + 60
-    assert service.child is not None
-    while service.child.is_alive() and time.monotonic() < deadline:
-        service.signal(signal.SIGINT)
-        service.child.join(1)
-    assert service.ended() == 0
-    assert time.monotonic() < deadline
-    assert service.notifications("STOPPING=1") == 1
-
-
 def test_sigterm_lets_a_pass_end_within_the_grace_period(service: Service) -> None:
-    service.behave(hold=True)
-    service.start(SLOW | {"grace": 60.0})
-    wait_for(lambda: service.passes())
+    service.in_pass(SLOW | {"grace": 60.0})
     service.signal(signal.SIGTERM)
     wait_for(lambda: service.notifications("STOPPING=1"))
-    time.sleep(1)
+    time.sleep(0.3)
     service.behave()
     assert service.ended() == 0
     assert "interrupted during a pass" not in service.log()
@@ -242,10 +241,8 @@ def test_sigterm_lets_a_pass_end_within_the_grace_period(service: Service) -> No
 
 @pytest.mark.parametrize("stuck", ["read", "command"])
 def test_sigterm_does_not_wait_for_stuck_calls(service: Service, stuck: str) -> None:
-    service.behave(stuck=stuck, seconds=500)
-    service.start(SLOW | {"grace": 0.2})
-    wait_for(lambda: service.passes())
-    time.sleep(0.3)
+    service.in_pass(SLOW | {"grace": 0.2}, stuck=stuck, seconds=500)
+    time.sleep(0.2)
     started = time.monotonic()
     service.signal(signal.SIGTERM)
     assert service.ended() == 0
@@ -255,8 +252,7 @@ def test_sigterm_does_not_wait_for_stuck_calls(service: Service, stuck: str) -> 
 
 def test_sigterm_does_not_wait_for_a_reload_that_does_not_end(service: Service) -> None:
     """The files of the configuration may be on a disk that does not answer."""
-    service.start(SLOW | {"grace": 0.2})
-    wait_for(lambda: ready(service))
+    service.up(SLOW | {"grace": 0.2})
     service.behave(loading=120)
     service.signal(signal.SIGHUP)
     wait_for(lambda: service.notifications("RELOADING=1"))
@@ -265,16 +261,14 @@ def test_sigterm_does_not_wait_for_a_reload_that_does_not_end(service: Service) 
 
 
 def test_a_stuck_read_is_counted_named_and_does_not_stop_the_service(service: Service) -> None:
-    service.behave(stuck="read", seconds=0.1)
-    service.start(FAST)
-    wait_for(lambda: service.passes())
+    service.in_pass(FAST, stuck="read", seconds=0.1)
     wait_for(lambda: service.metric("stuck_operations") == 1)
-    wait_for(lambda: len(service.passes()) >= 5)
+    wait_for(lambda: len(service.passes()) >= 4)
     assert service.metric("stuck_operations") == 1, "never piled up"
     assert "[-]stuck /proc/driver/simulated\n" in service.get("/readyz?verbose")[1]
     assert "an earlier attempt still hangs" in service.log()
     service.behave()
-    wait_for(lambda: ready(service))
+    wait_for(lambda: service.notifications("READY=1"))
 
 
 def test_errors_of_gpus_are_followed(service: Service) -> None:
@@ -283,8 +277,7 @@ def test_errors_of_gpus_are_followed(service: Service) -> None:
     log.parent.mkdir()
     log.write_bytes(b"3,1,1,-;NVRM: Xid (PCI:0000:01:00): 48, before the start\n")
     (service.root / "sys/bus/pci/devices/0000:01:00.0").mkdir(parents=True)
-    service.start(FAST)
-    wait_for(lambda: ready(service))
+    service.up(FAST)
     with log.open("ab") as file:
         file.write(b"3,2,2,-;NVRM: Xid (PCI:0000:01:00): 31, pid=1, name=x\n")
     wait_for(lambda: service.metric('gpu_xid_errors_total{gpu="0000:01:00.0",xid="31"}') == 1)
@@ -294,68 +287,73 @@ def test_errors_of_gpus_are_followed(service: Service) -> None:
     assert "[+]kernel-log ok\n[+]gpu 0000:01:00.0 Xid 31: " in body
 
 
-def test_parts_of_a_step_are_signs_of_life_but_not_logged(service: Service) -> None:
-    service.behave(steps=["stage driver", *[""] * 50])
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+def test_only_passes_and_steps_are_signs_of_life(service: Service) -> None:
+    service.behave(steps=["write /etc/x (1 bytes)", "stage driver", *[""] * 50])
+    service.up()
+    wait_for(lambda: service.notified[-1] == "WATCHDOG=1" or service.notified[-1] == "READY=1")
     notifications = [each for each in service.notified if "WATCHDOG=1" in each]
     assert notifications[1] == "WATCHDOG=1\nEXTEND_TIMEOUT_USEC=120000000"
-    assert 3 <= len(notifications) < 10, "begin, the step, end; its parts at most once a second"
+    assert 4 <= len(notifications) < 10, "begin, two steps, end; parts of a step at most once a second"
+    assert service.notifications("STATUS=stage driver") == 1
+    assert "<6>stage driver" in service.log()
     assert "" not in service.log().splitlines(), "as an empty sentence would be logged"
 
 
 def test_sighup_reads_the_configuration_again(service: Service) -> None:
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+    service.up()
     service.configure("[machines.gpu-node]\n[machines.second]")
-    service.signal(signal.SIGHUP)
-    wait_for(lambda: service.notifications("READY=1") == 2)
+    service.reload()
     (reloading,) = [text for text in service.notified if "RELOADING=1" in text]
     assert re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=\d+", reloading)
     assert service.get("/readyz/machines/second") == (200, "ok\n")
     assert service.metric('config_reloads_total{result="ok"}') == 1
+    old, service.port = service.port, free_port()
     service.configure("[machines.second]")
-    service.signal(signal.SIGHUP)
-    wait_for(lambda: service.notifications("READY=1") == 3)
+    service.reload()
     assert 'machine="gpu-node"' not in service.get("/metrics")[1], "series go with their machine"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", old))
 
 
 def test_a_configuration_that_a_command_put_in_force_is_read(service: Service) -> None:
-    service.start(FAST)
-    wait_for(lambda: ready(service))
+    service.up(FAST)
     service.configure("[machines.gpu-node]\n[machines.second]")
     load_or_last_good(System(host_runner, str(service.root)))
     wait_for(lambda: service.notifications("READY=1") == 2)
     assert service.get("/readyz/machines/second") == (200, "ok\n")
 
 
+REJECTED = "<3>configuration rejected, using the last good one: /etc/unbounded-agent/config.toml: machines.gpu-node"
+
+
 def test_a_bad_configuration_is_kept_out_and_counted(service: Service) -> None:
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+    """At a start too: the last good one is used."""
+    service.up()
     service.configure("[machines.gpu-node]\nspeed = 9")
-    service.signal(signal.SIGHUP)
-    wait_for(lambda: service.notifications("READY=1") == 2)
-    assert (
-        "<3>configuration rejected, using the last good one: /etc/unbounded-agent/config.toml: machines.gpu-node.speed"
-        in (service.log())
-    )
+    service.reload()
+    assert service.log().count(f"{REJECTED}.speed") == 1
     assert service.metric("config_last_reload_successful") == 0
     assert service.metric('config_reloads_total{result="failed"}') == 1
     assert service.metric('machine_ready{machine="gpu-node"}') == 1
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
+    service.up()
+    assert service.metric('machine_ready{machine="gpu-node"}') == 1
+    assert service.metric("config_last_reload_successful") == 0
+    assert service.log().count(f"{REJECTED}.speed") == 2
     service.configure()
-    service.signal(signal.SIGHUP)
-    wait_for(lambda: service.metric("config_last_reload_successful") == 1)
+    service.reload()
+    assert service.metric("config_last_reload_successful") == 1
 
 
 def test_a_bad_configuration_does_not_keep_out_what_another_process_put_in_force(service: Service) -> None:
     """Machines that start use the last good configuration. With an older one, the service would undo what they do."""
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+    service.up()
     service.configure("[machines.gpu-node]\n[machines.second]")
     load_or_last_good(System(host_runner, str(service.root)))
     service.configure("[machines.gpu-node]\n[machines.second]\nspeed = 9")
-    service.signal(signal.SIGHUP)
-    wait_for(lambda: service.notifications("READY=1") >= 2)
+    service.reload()
     assert service.get("/readyz/machines/second") == (200, "ok\n")
     assert service.metric("config_last_reload_successful") == 0
     service.configure()
@@ -364,53 +362,21 @@ def test_a_bad_configuration_does_not_keep_out_what_another_process_put_in_force
     assert service.get("/readyz/machines/second")[0] == 404
 
 
-def test_a_start_with_a_bad_configuration_uses_the_last_good_one(service: Service) -> None:
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
-    service.signal(signal.SIGTERM)
-    assert service.ended() == 0
-    service.configure("[machines.gpu-node]\nspeed = 9")
-    service.start(SLOW)
-    wait_for(lambda: service.notifications("READY=1") == 2)
-    assert service.metric('machine_ready{machine="gpu-node"}') == 1
-    assert service.metric("config_last_reload_successful") == 0
-    assert (
-        "<3>configuration rejected, using the last good one: /etc/unbounded-agent/config.toml: machines.gpu-node.speed"
-        in (service.log())
-    )
-
-
-def test_a_new_address_is_served_and_the_old_one_freed(service: Service) -> None:
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
-    old, service.port = service.port, free_port()
-    service.configure()
-    service.signal(signal.SIGHUP)
-    wait_for(lambda: service.notifications("READY=1") == 2)
-    assert service.get("/livez") == (200, "ok\n")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", old))
-
-
 def test_an_unavailable_address_on_reload_keeps_no_other_setting_out(service: Service) -> None:
     """Commands, and machines that start, work with the new configuration: the service would undo what they do."""
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+    service.up()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         service.configure("[machines.gpu-node]\n[machines.second]", address)
-        service.signal(signal.SIGHUP)
-        wait_for(lambda: service.notifications("READY=1") == 2)
+        service.reload()
     assert service.get("/livez") == (200, "ok\n"), "at the former address"
     assert service.get("/readyz/machines/second") == (200, "ok\n")
     assert service.metric("config_last_reload_successful") == 0
     assert f"metrics.address: cannot listen on {address}" in service.log()
-    service.signal(signal.SIGHUP)
     service.port = int(address.rpartition(":")[2])
-    wait_for(lambda: service.notifications("READY=1") == 3)
+    service.reload()
     assert service.metric("config_last_reload_successful") == 1
 
 
@@ -425,8 +391,8 @@ def test_a_taken_port_at_start_is_reported_and_retried_while_gpus_are_managed(se
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", service.port))
         taken.listen()
-        service.start(FAST)
-        wait_for(lambda: ready(service) and len(service.passes()) >= 3)
+        service.up(FAST)
+        wait_for(lambda: len(service.passes()) >= 3)
         what = f"configuration key metrics.address: cannot listen on 127.0.0.1:{service.port}: Address already in use"
         what += f" by a process of user {os.getuid()}, which answers Prometheus instead"
         assert service.notifications(f"STATUS=no metrics: {what}; gpu-node: Ready") >= 1
@@ -448,57 +414,23 @@ def test_an_impossible_port_is_an_error_of_the_configuration(service: Service) -
     assert service.passes() == []
 
 
-def test_a_second_agent_says_so_and_does_nothing(service: Service, tmp_path: Path) -> None:
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+def test_a_second_agent_says_so_and_does_nothing_until_the_first_is_killed(service: Service) -> None:
+    service.up()
     first, done = service.child, len(service.passes())
     service.start(SLOW)
     assert service.ended() == 1
     assert "another unbounded-agent already serves this host" in service.log()
     assert len(service.passes()) == done
     service.child = first
-
-
-def test_the_lock_of_a_killed_agent_is_free(service: Service) -> None:
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
     service.signal(signal.SIGKILL)
     service.ended()
-    service.start(SLOW)
-    wait_for(lambda: service.notifications("READY=1") == 2)
-
-
-def test_passes_by_timer_with_jitter(service: Service) -> None:
-    # Long enough that a slow pass does not make up for the jitter.
-    service.start(FAST | {"interval": 1.0, "jitter": 0.5})
-    gaps: list[float] = []
-
-    def one_is_shorter_than_the_interval() -> bool:
-        gaps[:] = [after - before for before, after in itertools.pairwise(service.passes())]
-        return any(gap < 1.0 for gap in gaps)
-
-    wait_for(one_is_shorter_than_the_interval)
-    assert min(gaps) >= 0.5
-
-
-def test_an_event_causes_a_pass_at_once_and_a_quiet_host_none(service: Service) -> None:
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
-    time.sleep(0.5)
-    assert len(service.passes()) == 1
-    service.change_loader_cache()
-    wait_for(lambda: service.metric('wakeups_total{source="loader-cache"}') == 1)
-    assert service.metric("reconcile_duration_seconds_count") == 2
-    time.sleep(0.5)
-    assert len(service.passes()) == 2, "the pass itself is no event"
+    service.up()
 
 
 def test_the_time_from_an_event_to_the_machines_report_is_measured(service: Service) -> None:
     """A pass that awaits a report, or one that failed, does not end the time."""
     converged = "event_to_converged_seconds_count"
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
-    assert service.metric(converged) == 0, "the start is no event"
+    service.up()
     service.behave(pending=True)
     service.change_loader_cache()
     wait_for(lambda: len(service.passes()) >= 3)
@@ -515,13 +447,12 @@ def test_the_time_from_an_event_to_the_machines_report_is_measured(service: Serv
     assert taken >= service.passes()[-1] - service.passes()[1]
 
 
-def test_attack_a_thousand_connections_delay_no_pass(service: Service) -> None:
+def test_attack_hundreds_of_connections_delay_no_pass(service: Service) -> None:
     """Each connection costs its peer a socket, and the service no more than its few threads."""
     strange = (b"GET /metrics HTTP/1.0\r\n", b"", b"POST / HTTP/1.0\r\n\r\n", b"\xff" * 9000)
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+    service.up()
     with ExitStack() as stack:
-        for number in range(1000):
+        for number in range(400):
             peer = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=30))
             with suppress(ConnectionError):
                 peer.sendall(strange[number % len(strange)])
@@ -535,12 +466,14 @@ def test_attack_a_thousand_connections_delay_no_pass(service: Service) -> None:
 
 
 def test_statusz_is_only_on_the_unix_socket_and_has_the_last_passes(service: Service) -> None:
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+    """A failed step is logged once, tried again soon, and named in the line for systemctl."""
+    service.up()
     wait_for(lambda: [each["trigger"] for each in service.statusz()["passes"]] == ["start"])
     service.behave(failures=["cannot write /a: simulated"])
     service.change_loader_cache()
+    wait_for(lambda: len(service.passes()) >= 4)
     wait_for(lambda: service.statusz()["passes"][0]["failures"] == ["cannot write /a: simulated"])
+    assert service.log().count("<3>cannot write /a: simulated") == 1
     status = "STATUS=the last pass had a failure: cannot write /a: simulated; gpu-node: Ready"
     wait_for(lambda: service.notifications(status) >= 1)
     wait_for(lambda: recorded(service) == ServiceState(failed="cannot write /a: simulated"))
@@ -549,40 +482,28 @@ def test_statusz_is_only_on_the_unix_socket_and_has_the_last_passes(service: Ser
     wait_for(lambda: recorded(service) == ServiceState(unfinished="simulated"))
     assert service.statusz()["machines"]["gpu-node"]["gpus"]
     assert service.get("/statusz")[0] == 404
+    service.behave()
+    wait_for(lambda: "<6>recovered: the last pass had no failure" in service.log())
 
 
 def test_an_event_during_a_pass_causes_another_one(service: Service) -> None:
-    service.behave(hold=True)
-    service.start(SLOW)
-    wait_for(lambda: service.passes())
+    service.in_pass(SLOW)
     service.change_loader_cache()
     service.behave()
     # The timer would cause one only after 54 s.
     wait_for(lambda: len(service.passes()) == 2, 30)
 
 
-def test_a_missing_source_is_logged_and_shown(service: Service) -> None:
-    """No udevd runs in the test's tree; the other sources work."""
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
-    assert service.metric('wakeup_source_watching{source="udev"}') == 0
-    assert service.metric('wakeup_source_losses_total{source="udev"}') == 1
-    assert service.log().count("<3>event source udev lost") == 1
-    for source in ("commands", "device-nodes", "loader-cache", "machined", "reports"):
-        assert service.metric(f'wakeup_source_watching{{source="{source}"}}') == 1
-
-
 def test_pending_machines_are_checked_soon_but_not_forever(service: Service) -> None:
     service.behave(pending=True)
     service.start(SLOW)
     wait_for(lambda: len(service.passes()) >= 3)
-    wait_for(lambda: time.monotonic() - service.passes()[-1] > 0.5)
+    wait_for(lambda: time.monotonic() - service.passes()[-1] > 0.4)
     assert 3 <= len(service.passes()) <= 8
 
 
 def test_a_failing_pass_backs_off_and_withdraws_readiness(service: Service) -> None:
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+    service.up()
     assert service.metric('machine_ready{machine="gpu-node"}') == 1
     service.behave(error="cannot observe: time limit")
     service.signal(signal.SIGHUP)
@@ -602,8 +523,7 @@ def test_a_failing_pass_backs_off_and_withdraws_readiness(service: Service) -> N
 
 def test_an_unexpected_error_does_not_end_the_service(service: Service) -> None:
     """A restart would fail the same way. The log has the traceback once."""
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+    service.up()
     service.behave(bug="maximum recursion depth exceeded")
     service.signal(signal.SIGHUP)
     wait_for(lambda: len(service.passes()) >= 4)
@@ -617,23 +537,24 @@ def test_an_unexpected_error_does_not_end_the_service(service: Service) -> None:
 def test_a_page_that_cannot_be_made_costs_only_that_page(service: Service) -> None:
     """No date has so many digits, so pages that show it cannot be made. The log has each traceback once."""
     service.behave(changed=1e20)
-    service.start(FAST)
-    wait_for(lambda: len(service.passes()) >= 4)
+    service.up(FAST)
+    wait_for(lambda: len(service.passes()) >= 3)
     wait_for(lambda: service.get("/readyz")[0] == 200)
     assert service.metric('machine_ready{machine="gpu-node"}') == 1
     assert service.get("/") == (500, "cannot make the page /: see `journalctl -u unbounded-agent`\n")
-    assert service.log().count("<3>cannot make the page /: ") == 1
-    assert service.log().count("<3>cannot make the page /statusz: ") == 1
-    assert service.log().count("<3>cannot make the page /statusz for a time without passes: ") == 1
+    for page in ("/", "/statusz", "/statusz for a time without passes"):
+        assert service.log().count(f"<3>cannot make the page {page}: ") == 1
     assert service.log().count("Traceback (most recent call last)") == 3
+    # This kernel log does not exist. A known error needs no traceback.
+    missing = "<3>cannot follow GPU errors; each pass tries again: /dev/kmsg: No such file or directory"
+    assert service.log().count(missing) == 1
     service.behave()
     wait_for(lambda: service.get("/")[0] == 200)
 
 
 def test_a_hanging_pass_makes_evidence_stale_and_the_loop_not_alive(service: Service) -> None:
     """Nothing of the loop runs then: the request itself finds that the time is over."""
-    service.start(FAST)
-    wait_for(lambda: ready(service))
+    service.up(FAST)
     service.behave(hold=True)
     wait_for(lambda: service.get("/livez")[0] == 503)
     assert service.metric('machine_ready{machine="gpu-node"}') == 0
@@ -641,29 +562,37 @@ def test_a_hanging_pass_makes_evidence_stale_and_the_loop_not_alive(service: Ser
     assert service.metric("host_pci_gpus") is None
 
 
-def test_only_passes_and_steps_notify_the_watchdog(service: Service) -> None:
-    service.behave(steps=["write /etc/x (1 bytes)", "stage driver"])
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
-    time.sleep(0.3)
-    assert service.notifications("WATCHDOG=1") == 4, "begin, two steps, end"
-    assert service.notifications("STATUS=stage driver") == 1
-    assert "<6>stage driver" in service.log()
-
-
 def test_passes_come_often_enough_for_the_watchdog(service: Service) -> None:
-    service.start(SLOW, WATCHDOG_USEC="900000")
+    service.start(SLOW, WATCHDOG_USEC="700000")
     # The interval alone would be 60 s.
     wait_for(lambda: len(service.passes()) >= 3)
 
 
-def test_a_pause_of_a_minute_is_always_within_the_watchdogs_time(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WATCHDOG_USEC", "120000000")
+@contextmanager
+def daemon(service: Service, load: Callable[[], Loaded] | None = None) -> Iterator[Daemon]:
+    """Yield a daemon in this process, whose loop does not run."""
     system = System(host_runner, str(service.root))
-    with daemon(service, lambda: Loaded(load_config(system))) as found:
-        assert max(found.next_pass()[1] for _ in range(1000)) + 60 < 120
+    system.make_directory("/run/unbounded-agent")
+    made = Daemon(
+        load or (lambda: Loaded(load_config(system))),
+        lambda loaded, progress: simulated_reconciler.SimulatedReconciler(loaded, progress, service.root),
+        Notifier(""),
+        Timing(),
+        system,
+    )
+    yield made
+    made.local.stop()
+
+
+@pytest.mark.parametrize(("watchdog", "longest"), [("", 66), ("120000000", 60)])
+def test_passes_by_timer_have_jitter_and_a_pause_of_a_minute_is_within_the_watchdogs_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch, watchdog: str, longest: float
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", watchdog)
+    with daemon(service) as found:
+        delays = [found.next_pass()[1] for _ in range(1000)]
+    assert max(delays) < longest
+    assert max(delays) > 1.15 * min(delays)
 
 
 def test_a_last_good_configuration_that_could_not_be_replaced_stays_out(service: Service) -> None:
@@ -684,33 +613,14 @@ def test_a_bad_configuration_does_not_count_as_read(service: Service) -> None:
     config, same = (Config.validated({"machines": {"gpu-node": {}}}) for _ in range(2))
     loads = iter([Loaded(config, before=there), Loaded(same, "wrong", before=saved)])
     with daemon(service, lambda: next(loads)) as found:
-        read, reconciler = found._config_loaded, found._reconciler
+        read = found.view.config_loaded
         found.reload()
-        assert found._config_loaded == read
-        assert found._reconciler is reconciler
-        assert reconciler.rejected == "wrong"
-
-
-@contextmanager
-def daemon(service: Service, load: Callable[[], Loaded]) -> Iterator[Daemon]:
-    """Yield a daemon in this process, whose loop does not run."""
-    local = Server(listen_locally(str(service.root), "statusz.sock"))
-    yield Daemon(
-        load,
-        lambda loaded, progress: simulated_reconciler.SimulatedReconciler(loaded, progress, service.root),
-        Notifier(""),
-        Timing(),
-        GpuErrors(System(host_runner, str(service.root))),
-        Wakeups(),
-        local,
-    )
-    local.stop()
+        assert (found.view.config_loaded, found.view.config_good) == (read, False)
+        assert found.config is config
 
 
 def test_the_watchdogs_abort_leaves_stacks(service: Service) -> None:
-    service.behave(hold=True)
-    service.start(SLOW)
-    wait_for(lambda: service.passes())
+    service.in_pass(SLOW)
     service.signal(signal.SIGABRT)
     assert service.ended() == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in service.log()
@@ -719,7 +629,7 @@ def test_the_watchdogs_abort_leaves_stacks(service: Service) -> None:
 
 def test_each_change_of_a_condition_is_logged_once(service: Service) -> None:
     service.start(FAST | {"interval": 0.1})
-    wait_for(lambda: len(service.passes()) >= 3)
+    wait_for(lambda: len(service.passes()) >= 2)
     service.behave(condition=("FabricReady", "False", "FabricManagerFailed", "evil\n<0>line \x1b[31m"))
     seen = len(service.passes())
     wait_for(lambda: len(service.passes()) >= seen + 3)
@@ -734,8 +644,7 @@ def test_each_change_of_a_condition_is_logged_once(service: Service) -> None:
 
 def test_a_failed_observation_keeps_readyz_false(service: Service) -> None:
     service.behave(unseen=True)
-    service.start(SLOW)
-    wait_for(lambda: ready(service))
+    service.up()
     assert service.get("/readyz") == (
         503,
         "[-]observation nvidia devices: /dev: time limit\n[-]kernel-log /dev/kmsg: No such file or directory\n"
@@ -743,12 +652,3 @@ def test_a_failed_observation_keeps_readyz_false(service: Service) -> None:
     )
     assert service.metric('reconcile_total{result="partial"}') == 1
     assert service.metric("observation_last_success_timestamp_seconds") is None
-
-
-def test_failed_steps_are_retried_and_logged_once(service: Service) -> None:
-    service.behave(failures=["write /etc/x: No space left on device"])
-    service.start(SLOW)
-    wait_for(lambda: len(service.passes()) >= 3)
-    assert service.log().count("<3>write /etc/x: No space left on device") == 1
-    service.behave()
-    wait_for(lambda: "<6>recovered: the last pass had no failure" in service.log())

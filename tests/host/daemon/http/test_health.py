@@ -2,7 +2,8 @@
 
 from http import HTTPStatus
 
-from agent.host.daemon.health import changes, check_pages, machine_checks, status_line
+from agent.host.daemon.health import changes, status_line
+from agent.host.daemon.pages import check_pages, machine_checks
 from agent.host.reconcile import MachineOutcome
 from agent.model.conditions import ConditionType, Reason, false, unknown
 from tests.fakes.reconciler import conditions

@@ -59,7 +59,7 @@ def server() -> Iterator[Server]:
 
 def ask(server: Server, method: str, path: str, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
     """Send one request, and return the response, whatever its status, and the body."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
     try:
         connection.request(method, path, headers=headers)
         response = connection.getresponse()
@@ -103,7 +103,7 @@ def test_garbage_is_answered_and_survived(server: Server) -> None:
         b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
     ):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as peer:
+        with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as peer:
             peer.sendall(garbage)
             answer = peer.recv(65536)
             assert len(answer) < 500
@@ -136,7 +136,7 @@ FIELD = b"X: " + b"x" * 95 + b"\r\n"
     ids=["a browser's", "16 KiB", "one byte more", "one long field", "many fields", "a long path"],
 )
 def test_the_whole_head_has_a_limit(server: Server, head: bytes, status: int) -> None:
-    assert answers(server.port, head).startswith(b"HTTP/1.0 %d " % status)
+    assert answers(server.server_address[1], head).startswith(b"HTTP/1.0 %d " % status)
 
 
 @pytest.mark.parametrize("kind", [b"Content-Length: 1000000000", b"Transfer-Encoding: chunked"])
@@ -144,7 +144,7 @@ def test_a_body_is_not_waited_for(server: Server, kind: bytes) -> None:
     """The peer announces it and sends nothing: the answer comes before any time limit."""
     server.limits = Limits(headers=60.0, whole=120.0)
     started = time.monotonic()
-    answer = answers(server.port, b"GET /livez HTTP/1.1\r\nExpect: 100-continue\r\n" + kind + b"\r\n\r\n")
+    answer = answers(server.server_address[1], b"GET /livez HTTP/1.1\r\nExpect: 100-continue\r\n" + kind + b"\r\n\r\n")
     assert answer.startswith(b"HTTP/1.0 200 ")
     assert time.monotonic() - started < 30
 
@@ -153,7 +153,7 @@ SERVE_TCP = """
 import sys, time
 from agent.host.daemon.server import Limits, Server, listen_on
 server = Server(listen_on("127.0.0.1:0"), limits=Limits(headers=60.0, whole=120.0))
-print(server.port, flush=True)
+print(server.server_address[1], flush=True)
 time.sleep(600)
 """
 SERVE_LOCALLY = """
@@ -224,7 +224,7 @@ def test_stale_pages_take_over_by_themselves(server: Server) -> None:
 
 def connect(server: Server, stack: ExitStack, count: int) -> list[socket.socket]:
     """Return sockets of connected peers that have sent nothing."""
-    address = ("127.0.0.1", server.port)
+    address = ("127.0.0.1", server.server_address[1])
     return [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(count)]
 
 
@@ -378,7 +378,7 @@ def test_a_connection_that_cannot_be_accepted_does_not_keep_the_processor_busy(
         attempts.append(self)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as peer:
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as peer:
         with monkeypatch.context() as patch:
             patch.setattr(TCPServer, "get_request", accept)
             with ExitStack() as stack:
@@ -398,7 +398,7 @@ def test_ipv6_literal() -> None:
     running = Server(listen_on("[::1]:0"))
     try:
         assert running.socket.family is socket.AF_INET6
-        with socket.create_connection(("::1", running.port), timeout=10) as peer:
+        with socket.create_connection(("::1", running.server_address[1]), timeout=10) as peer:
             peer.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
             assert b"404" in peer.recv(4096)
     finally:
@@ -411,7 +411,7 @@ def test_a_taken_port_names_the_key(server: Server) -> None:
         match=rf"metrics\.address: cannot listen on 127\.0\.0\.1:\d+: Address already in use by a process of user "
         rf"{os.getuid()},.*configure.*`ss -lntp 'sport = :\d+'`",
     ):
-        listen_on(f"127.0.0.1:{server.port}")
+        listen_on(f"127.0.0.1:{server.server_address[1]}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -430,7 +430,7 @@ def test_attack_a_process_that_takes_the_port_is_named() -> None:
 
 def test_a_stopped_server_frees_its_port(server: Server) -> None:
     second = Server(listen_on("127.0.0.1:0"))
-    port, started = second.port, time.monotonic()
+    port, started = second.server_address[1], time.monotonic()
     second.stop()
     assert time.monotonic() - started < 1
     third = Server(listen_on(f"127.0.0.1:{port}"))

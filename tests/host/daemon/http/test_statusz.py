@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from agent.host.daemon.health import Pass, View
-from agent.host.daemon.pages import page
+from agent.host.daemon.pages import statusz
 from agent.host.daemon.wakeups import Tally
 from agent.host.reconcile import MachineOutcome
 from agent.model.facts import Absent, MachineFacts, Unseen
@@ -31,7 +31,7 @@ VIEW = View(
 
 
 def shown(view: View = VIEW) -> Mapping[str, Any]:
-    found = page(view)
+    found = statusz(view)
     assert found.content_type == "application/json"
     document: Mapping[str, Any] = json.loads(found.body)
     return document
