@@ -137,8 +137,8 @@ class Handler(BaseHTTPRequestHandler):
     def handle(self) -> None:
         """Read the head within its limits, and answer the request. Nothing reads the body.
 
-        A socket's time limit restarts with each byte that is received, so the time that is left is set anew. That of
-        sendall(2) is a limit for all of an answer.
+        A socket's time limit for receiving restarts with each byte, so what is left of it is set each time. The limit
+        for sendall is one for the whole answer.
         """
         limits, head = self.server.limits, b""
         deadline = time.monotonic() + limits.headers

@@ -64,7 +64,6 @@ class GpuNotes(Struct, frozen=True):
 
     @property
     def draining(self) -> frozenset[str]:
-        """Detached GPUs that processes may still use until the last of these processes has exited."""
         return frozenset(address for address, taint in self.tainted.items() if taint.draining)
 
     @property
@@ -97,10 +96,13 @@ def observe_gpus(system: System) -> GpuNotes:
         raise AgentError(f"{GPUS}: {error.strerror or error}") from error
 
 
-def record_detached(system: System, address: str, *, draining: bool) -> bool:
-    """Record the GPU as detached, if it exists. Return whether it exists. Raises OSError, or an AgentError.
+# Each of these functions changes the note of a GPU that exists. They raise OSError, or an AgentError.
 
-    The caller must hold the pass lock. If the GPU is tainted already, since when and whether pods are evicted stay.
+
+def record_detached(system: System, address: str, *, draining: bool) -> bool:
+    """Record the GPU as detached. Return whether it exists. The caller must hold the pass lock.
+
+    If the GPU is tainted already, since when and whether pods are evicted stay.
     """
 
     def detached(note: GpuNote) -> GpuNote:
@@ -126,15 +128,12 @@ def record_tainted(system: System, address: str, *, evict: bool) -> bool:
 
 
 def forget_detached(system: System, address: str) -> None:
-    """Record that the GPU is no longer detached or tainted. Otherwise like `record_detached`."""
+    """Record that the GPU is no longer detached or tainted. The caller must hold the pass lock."""
     _change(system, address, lambda note: replace(note, taint=None))
 
 
 def record_lost(system: System, address: str, why: str) -> bool:
-    """Record a lost GPU, and return True. Raises OSError, or an AgentError.
-
-    If the GPU has no driver, only return False: another condition reports a missing driver.
-    """
+    """Record a lost GPU. Return False if it has no driver: another condition reports that."""
     bound = binding(system, address)
     if bound is not None:
         _change(system, address, lambda note: replace(note, lost=why, binding=bound))
@@ -142,10 +141,7 @@ def record_lost(system: System, address: str, why: str) -> bool:
 
 
 def record_fault(system: System, address: str, fault: GpuFault) -> bool:
-    """Record a fatal error, unless it is recorded already or the GPU has no driver.
-
-    Return whether the record changed. Raises OSError, or an AgentError.
-    """
+    """Record a fatal error, unless it is recorded already or the GPU has no driver. Return whether that is new."""
     bound = binding(system, address)
 
     def failed(note: GpuNote) -> GpuNote:
@@ -159,12 +155,11 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
 
 
 def forget_fault(system: System, address: str) -> bool:
-    """Forget the GPU's last fatal error, and return whether there was one. Raises what `record_fault` raises."""
+    """Forget the GPU's last fatal error, and return whether there was one."""
     return _change(system, address, lambda note: replace(note, fault=None))
 
 
 def _change(system: System, address: str, change: Callable[[GpuNote], GpuNote]) -> bool:
-    """Change what is recorded of a GPU, if it exists. Return whether that is new. Raises OSError, or an AgentError."""
     # The service records errors also during a pass, so it needs another lock than the pass lock.
     with locked(system, GPUS_LOCK, LOCK_WAIT, "the record of GPUs is in use"):
         device, found = _device(system, address), _RECORD.read_seen(GPUS, system)
@@ -175,9 +170,8 @@ def _change(system: System, address: str, change: Callable[[GpuNote], GpuNote]) 
             return False
         before = notes.get(address, GpuNote(device))
         after = change(before)
-        if after == before and not isinstance(found, Broken):
-            return False
-        _RECORD.write(GPUS, {**notes, address: after}, system)
+        if after != before or isinstance(found, Broken):
+            _RECORD.write(GPUS, {**notes, address: after}, system)
         return after != before
 
 
@@ -188,13 +182,14 @@ def _current(found: Seen[dict[str, GpuNote]], system: System) -> dict[str, GpuNo
     """
     if isinstance(found, Unseen):
         raise AgentError(found.why)
-    if isinstance(found, Absent | Broken):
-        return {}
-    present = {address: note for address, note in found.items() if _device(system, address) == note.device}
-    for address, note in present.items():
-        if note.binding is not None and binding(system, address) != note.binding:
-            present[address] = replace(note, binding=None, lost="", fault=None)
-    return {address: note for address, note in present.items() if note.lost or note.fault or note.taint}
+    current = {}
+    for address, note in found.items() if isinstance(found, dict) else ():
+        if _device(system, address) == note.device:
+            if note.binding is not None and binding(system, address) != note.binding:
+                note = replace(note, binding=None, lost="", fault=None)
+            if note.lost or note.fault or note.taint:
+                current[address] = note
+    return current
 
 
 def _device(system: System, address: str) -> int | None:
@@ -238,11 +233,8 @@ GRANTED = Record(Granted, 1)
 """The format of the record of the last grant that was published to a machine."""
 
 
-# Reads the record of the GPUs that machines were last granted, from the first intact copy of two.
-
-
 def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
-    """Return the record, and what is wrong with its copies (empty if nothing is).
+    """Return the GPUs that machines were last granted, and what is wrong with the record's copies, if anything is.
 
     Without an intact copy, the record is Unseen if a copy could not be read, Broken if one is damaged, and empty if
     both are missing.
@@ -253,10 +245,6 @@ def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
             count(path, system)
     problems = "; ".join(each.why for each in copies if isinstance(each, Broken | Unseen))
     found = first_intact(copies)
-    match found:
-        case Remembered():
-            return found, f"{problems}; the other copy of this record is used" if problems else ""
-        case Absent():
-            return Remembered(), ""
-        case _:
-            return type(found)(problems), problems
+    if isinstance(found, Remembered):
+        return found, f"{problems}; the other copy of this record is used" if problems else ""
+    return Remembered() if isinstance(found, Absent) else type(found)(problems), problems

@@ -75,7 +75,10 @@ def locked(
     descriptor = system.open_lock(path)
     try:
         started, noticed = time.monotonic(), False
-        while not _try(descriptor):
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             waited = time.monotonic() - started
             if waited >= wait:
                 held_by = os.pread(descriptor, 200, 0).decode(errors="replace") if holder else ""
@@ -92,11 +95,3 @@ def locked(
         yield
     finally:
         os.close(descriptor)
-
-
-def _try(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict, astuple
 
 from agent.model.conditions import Condition, ConditionType, Status
-from agent.model.errors import AgentError, DocumentError
+from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, Library, MachineFacts, Seen, StagedRoot, Unseen
 from agent.model.json_document import NAME_SHOWN
 from agent.model.paths import (
@@ -55,19 +55,10 @@ class Record(Format[T]):
 
     def read(self, path: str, system: System) -> T | None:
         """Return the value in a file; None if the file is missing or unusable. A damaged file is discarded."""
-        try:
-            return self.read_known(path, system)
-        except AgentError:
-            return None
-
-    def read_known(self, path: str, system: System) -> T | None:
-        """Do what `read` does, but raise AgentError if the file cannot be read now."""
         found = self.read_seen(path, system)
-        if isinstance(found, Unseen):
-            raise AgentError(found.why)
         if isinstance(found, Broken):
             discard(path, found.why, system)
-        return None if isinstance(found, Absent | Broken) else found
+        return None if isinstance(found, Absent | Broken | Unseen) else found
 
     def write(self, path: str, value: T, system: System, mode: int = 0o644) -> None:
         """Write a value to a file. Raises OSError."""
@@ -98,7 +89,7 @@ class Digested(Record[T]):
 
 
 class Durable(Generic[T]):
-    """A record that must not be lost: two synced files in the format `Digested`.
+    """A record that must not be lost: two synced files in the format `Digested`, which only root may read.
 
     The first file is written first. So after a crash between the two writes, the first copy is the newer one. The next
     write replaces a damaged copy.
@@ -112,7 +103,7 @@ class Durable(Generic[T]):
         return first_intact([self._copy.read_seen(path, system) for path in paths])
 
     def write(self, paths: tuple[str, str], value: T, system: System) -> None:
-        """Write both copies durably. Only root may read them. Raises OSError."""
+        """Write both copies durably. Raises OSError."""
         for path in paths:
             self._copy.write(path, value, system, 0o600)
 
@@ -127,9 +118,8 @@ def first_intact(copies: Sequence[Seen[T]]) -> Seen[T]:
 
     If there is none, return a copy that could not be read, otherwise a damaged one, and Absent if all are missing.
     """
-    intact = [each for each in copies if not isinstance(each, Absent | Broken | Unseen)]
-    faulty = [each for kind in (Unseen, Broken) for each in copies if isinstance(each, kind)]
-    return next(iter((*intact, *faulty)), copies[0])
+    faults = (Unseen, Broken, Absent)
+    return min(copies, key=lambda copy: faults.index(type(copy)) if isinstance(copy, faults) else -1)
 
 
 class ServiceState(Struct, frozen=True):
@@ -146,7 +136,7 @@ class ServiceState(Struct, frozen=True):
 SERVICE_STATES = Record(ServiceState)
 
 
-# Keeps the last evaluated conditions in /run, so that every command can show when each one last changed.
+# The last evaluated conditions, in /run, so that every command can show when each one last changed.
 #
 # All times are by the wall clock. If the clock was set after the times were written, they are corrected when they are
 # read. Without this correction, on a host whose clock has no battery and is set after boot, conditions would look years
@@ -155,8 +145,6 @@ SERVICE_STATES = Record(ServiceState)
 
 History = Mapping[str, tuple[Condition, ...]]
 """Conditions by machine."""
-
-
 Time = Annotated[float, Meta(gt=-(2**36), lt=2**36)]
 """Seconds since the epoch. Numbers beyond these limits, as in a damaged file, could not be shown as a date."""
 
@@ -177,22 +165,42 @@ class _Condition(Struct, frozen=True):
     said: tuple[tuple[str, str, str], ...] | None
 
 
-_RECORD = Record(dict[str, tuple[_Condition, ...]])
+_HISTORY = Record(dict[str, tuple[_Condition, ...]])
 
 
 def read_history(system: System) -> History:
     """Return the history; empty if it is missing or unreadable, because it is only a cache."""
-    content, booted = _RECORD.read(CONDITIONS, system) or {}, _booted()
-    return {machine: tuple(_read(each, booted) for each in conditions) for machine, conditions in content.items()}
+    booted = _booted()
+
+    def corrected(found: _Condition) -> Condition:
+        *condition, recorded, gpus, said = astuple(found)
+        read, set_by = Condition(*condition)._replace(gpus=gpus, said=said), booted - recorded
+        if abs(set_by) < STEP:
+            return read
+        return read._replace(
+            last_transition=read.last_transition and read.last_transition + set_by,
+            losses=tuple(at + set_by for at in read.losses),
+            good_since=read.good_since and read.good_since + set_by,
+        )
+
+    found = _HISTORY.read(CONDITIONS, system) or {}
+    return {machine: tuple(map(corrected, conditions)) for machine, conditions in found.items()}
 
 
 def write_history(system: System, history: History) -> tuple[str, ...]:
     """Write the history, world-readable for `status`. Return the failure, one sentence, if there is one."""
     try:
-        before = _RECORD.read_seen(CONDITIONS, system)
-        content = _content(history, _recorded(before, _booted()))
+        before, booted = _HISTORY.read_seen(CONDITIONS, system), _booted()
+        # `_booted` is a little different in each pass. With the recorded time, unless the clock was set since, the file
+        # does not change as long as the history does not change.
+        known = [each.booted for found in before.values() for each in found] if isinstance(before, dict) else []
+        booted = next((each for each in known if abs(each - booted) < STEP), booted)
+        content = {
+            machine: tuple(_Condition(*each[:7], booted=booted, gpus=each.gpus, said=each.said) for each in conditions)
+            for machine, conditions in history.items()
+        }
         if before != content:
-            _RECORD.write(CONDITIONS, content, system)
+            _HISTORY.write(CONDITIONS, content, system)
     except OSError as error:
         return (
             f"cannot write {CONDITIONS}: {error.strerror or error}; commands may then show wrong times of changes: "
@@ -206,40 +214,8 @@ def _booted() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def _recorded(before: Seen[dict[str, tuple[_Condition, ...]]], booted: float) -> float:
-    """Return the recorded time of the boot; `booted` if there is none, or if the clock was set since.
-
-    `booted` is a little different in each pass. With the recorded time instead, the file does not change as long as the
-    history does not change.
-    """
-    known = [each.booted for conditions in before.values() for each in conditions] if isinstance(before, dict) else []
-    return next((each for each in known if abs(each - booted) < STEP), booted)
-
-
-def _read(found: _Condition, booted: float) -> Condition:
-    """Return the condition. If the clock was set since its times were written, correct them."""
-    *condition, recorded, gpus, said = astuple(found)
-    read = Condition(*condition)._replace(gpus=gpus, said=said)
-    set_by = booted - recorded
-    if abs(set_by) < STEP:
-        return read
-    return read._replace(
-        last_transition=read.last_transition and read.last_transition + set_by,
-        losses=tuple(at + set_by for at in read.losses),
-        good_since=read.good_since and read.good_since + set_by,
-    )
-
-
-def _content(history: History, booted: float) -> dict[str, tuple[_Condition, ...]]:
-    return {
-        machine: tuple(_Condition(*each[:7], booted=booted, gpus=each.gpus, said=each.said) for each in conditions)
-        for machine, conditions in history.items()
-    }
-
-
-# Formats of a driver root's manifest (`MANIFESTS/<index>.json`), and of a machine's record of driver roots. Pure.
-#
-# The record lists the roots that handoffs have named since the machine's start.
+# A driver root's manifest (`MANIFESTS/<index>.json`), and a machine's record of the driver roots that handoffs have
+# named since its start. In contrast to Library and StagedRoot, no key of a file may be missing.
 
 
 class _File(Struct, frozen=True):
@@ -293,27 +269,27 @@ def parse_handed(path: str, data: bytes) -> tuple[int, ...]:
     return tuple(_HANDED.parse(path, data).indices)
 
 
-# Keeps in /run how old files are, so that the next process knows these ages even if the wall clock was set.
+# How old files are, in /run, so that the next process knows these ages even if the wall clock was set.
 
 
-_FILE_AGES_RECORD = Record(dict[str, Observation])
+_AGES = Record(dict[str, Observation])
 
 
 def read_ages(system: System) -> Ages:
     """Return the ages as the last pass knew them. Without a record, each file's first age depends on the wall clock."""
-    return Ages(_FILE_AGES_RECORD.read(AGES, system))
+    return Ages(_AGES.read(AGES, system))
 
 
 def write_ages(system: System, ages: Ages) -> None:
     """Write the ages if a file has changed. Ignores failures: the record only matters once the clock is set."""
-    now, before = ages.observations, _FILE_AGES_RECORD.read_seen(AGES, system)
+    now, before = ages.observations, _AGES.read_seen(AGES, system)
     known = {path: each.changed for path, each in before.items()} if isinstance(before, dict) else None
     if known != {path: each.changed for path, each in now.items()}:
         with suppress(OSError):
-            _FILE_AGES_RECORD.write(AGES, now, system)
+            _AGES.write(AGES, now, system)
 
 
-# Format of the ownership record: the files that the agent wrote, with digests of their content. Pure.
+# The files that the agent wrote, with digests of their content.
 
 
 MARK = b"# Written by unbounded-agent"
@@ -352,10 +328,8 @@ ADVICE = "discarding it; the agent recognises its settings files by their first 
 OWNED_FILES = _OwnedFiles(Owned, 1, advice=ADVICE)
 
 
-# Marks the machines that have started, or that a command has stopped, since the host booted.
-#
-# The marks are needed because systemd forgets the start of a unit when it unloads the unit, and does not record the
-# stop of a unit that did not run.
+# Marks of the machines that have started, or that a command has stopped, since the host booted: systemd forgets the
+# start of a unit when it unloads the unit, and does not record the stop of a unit that did not run.
 
 
 def mark_start(machine: str, system: System) -> None:
@@ -380,7 +354,7 @@ def has_started(machine: str, system: System) -> bool:
     return system.is_directory(start_began_mark(machine))
 
 
-# Removes what earlier runs left: temporary files of killed writers, and a machine's old report.
+# What earlier runs left: temporary files of killed writers, and a machine's old report.
 
 
 HOST_FILES = (AGES, CONDITIONS, OWNED, RELOAD_PENDING, WAKE, *REMEMBERED_GPUS)
@@ -402,7 +376,11 @@ def machines_with_state(system: System) -> tuple[tuple[str, ...], tuple[str, ...
 def clear_remains(system: System, machines: Collection[str]) -> None:
     """Remove temporary files next to the agent's files. Ignores failures, because leftovers do no harm."""
     # The files are removed by name, because the agent never lists a directory in which a machine can write.
-    for path in (*HOST_FILES, *(path for name in machines for path in _state_files(name))):
+    files = list(HOST_FILES)
+    for name in machines:
+        files += machine_files(name)
+        files += [make(name) for make in (conditions_file, granted_file, handed_roots_file, live_file)]
+    for path in files:
         with suppress(OSError):
             system.remove_temporary(path)
     # The shell in the machine's unit writes this file under the pass lock, or without the lock if it could not get the
@@ -424,7 +402,3 @@ def clear_report(system: System, machine: str) -> None:
     for path in (f"{report_directory(machine)}/{REPORT_NAME}", joined_file(machine)):
         with suppress(OSError):
             system.remove(path)
-
-
-def _state_files(name: str) -> tuple[str, ...]:
-    return (*machine_files(name), conditions_file(name), granted_file(name), handed_roots_file(name), live_file(name))
