@@ -45,7 +45,7 @@ from agent.model.paths import (
     unit_drop_in,
 )
 from agent.model.text import rfc3339
-from agent.system.files import System
+from agent.system.trust import read_seen
 
 # A secret is recognised by its form, or by the name before it. Others stay, so people should read a bundle before they
 # send it.
@@ -175,7 +175,9 @@ def redacted(text: str) -> str:
     for pattern, replacement in FORMS:
         text = pattern.sub(replacement, text)
     text = _without_cut_blocks(text)
-    text = LISTED.sub(_without_listed_value, text)
+    text = LISTED.sub(
+        lambda match: f"{match[1]}{match[2]}{match[3]}{REMOVED}" if _names_secret(match["name"]) else match[0], text
+    )
     text = WHOLE_LINE.sub(rf"\1{REMOVED}", text)
     text = _without_values(text, NAME, VALUE)
     text = _without_values(text, OPTION, ARGUMENT)
@@ -215,10 +217,6 @@ def _without_values(text: str, named: re.Pattern[str], valued: re.Pattern[str]) 
             kept += [text[end : match.end()], REMOVED]
             end = value.end()
     return "".join([*kept, text[end:]])
-
-
-def _without_listed_value(match: re.Match[str]) -> str:
-    return f"{match[1]}{match[2]}{match[3]}{REMOVED}" if _names_secret(match["name"]) else match[0]
 
 
 def _names_secret(name: str) -> bool:
@@ -346,59 +344,44 @@ def _contents(report: Report, reconciler: Reconciler) -> Iterator[tuple[str, Cal
         yield f"files{path}", partial(system.read_text, path)
     yield f"files{CMDLINE}", lambda: _parameters(system.read_text(CMDLINE))
     yield f"files{MOUNTS}", lambda: _mounts(system.read_text(MOUNTS))
-    for path in _records(system):
-        yield f"files{path}", partial(_text, system, path)
-    for name, argv in COMMANDS.items():
-        yield f"commands/{name}", partial(system.run, *argv, timeout=COMMAND_LIMIT)
-    for each in machines:
-        yield from _machine_contents(each.name, system)
-
-
-def _machine_contents(machine: str, system: System) -> Iterator[tuple[str, Callable[[], str]]]:
-    for name, argv in MACHINE_COMMANDS.items():
-        filled = [each.format(machine=machine, unit=machine_unit(machine)) for each in argv]
-        yield f"machines/{machine}/{name}", partial(system.run, *filled, timeout=COMMAND_LIMIT)
-    files = [file(machine) for file in (nspawn_file, unit_drop_in, handoff_file, granted_file, live_file)]
-    for path in (*files, f"{report_directory(machine)}/{REPORT_NAME}"):
-        yield f"files{path}", partial(_text, system, path)
-
-
-def _text(system: System, path: str) -> str:
-    # Read the file as untrusted: it may be a machine's report, which processes in the machine can write.
-    data, _ = system.read_untrusted(path)
-    return data.decode(errors="replace")
-
-
-def _records(system: System) -> Iterator[str]:
-    try:
-        names = system.entries(STATE)
-    except OSError:
-        return
-    yield from (f"{STATE}/{name}" for name in names if name.endswith(".json") and system.is_file(f"{STATE}/{name}"))
+    commands = {f"commands/{name}": argv for name, argv in COMMANDS.items()}
+    names = read_seen(system.entries, STATE)
+    records = [f"{STATE}/{name}" for name in (names if isinstance(names, tuple) else ()) if name.endswith(".json")]
+    for machine in (each.name for each in machines):
+        for name, argv in MACHINE_COMMANDS.items():
+            filled = (each.format(machine=machine, unit=machine_unit(machine)) for each in argv)
+            commands[f"machines/{machine}/{name}"] = tuple(filled)
+        records += [file(machine) for file in (nspawn_file, unit_drop_in, handoff_file, granted_file, live_file)]
+        records.append(f"{report_directory(machine)}/{REPORT_NAME}")
+    for path in records:
+        # Read the file as untrusted: it may be a machine's report, which processes in the machine can write.
+        yield f"files{path}", lambda path=path: system.read_untrusted(path)[0].decode(errors="replace")  # type: ignore[misc]
+    for name, argv in commands.items():
+        yield name, partial(system.run, *argv, timeout=COMMAND_LIMIT)
 
 
 def _parameters(command_line: str) -> str:
     """Return the kernel's command line without the values of unknown parameters."""
-    words = (word.partition("=") for word in command_line.split())
-    known = (f"{name}={value if _is_known(name) else REMOVED}" if is_set else name for name, is_set, value in words)
-    return f"{' '.join(known)}\n"
 
+    def shown(word: str) -> str:
+        name, is_set, _ = word.partition("=")
+        module = name.partition(".")[0].replace("-", "_")
+        known = PARAMETERS.fullmatch(name) or any(fnmatch.fnmatchcase(module, each) for each in MODULES)
+        return word if known or not is_set else f"{name}={REMOVED}"
 
-def _is_known(parameter: str) -> bool:
-    module = parameter.partition(".")[0].replace("-", "_")
-    return bool(PARAMETERS.fullmatch(parameter)) or any(fnmatch.fnmatchcase(module, each) for each in MODULES)
+    return f"{' '.join(map(shown, command_line.split()))}\n"
 
 
 def _mounts(table: str) -> str:
     """Return the table of mounts without unknown options."""
-    lines = (line.split(" ") for line in table.splitlines())
-    return "".join(f"{' '.join(fields[:3])} {_options(fields[3])}\n" for fields in lines if len(fields) > 3)
-
-
-def _options(options: str) -> str:
-    found = options.split(",")
-    known = [each for each in found if each in MOUNT_OPTIONS]
-    return ",".join(known if len(known) == len(found) else [*known, REMOVED])
+    lines = []
+    for fields in (line.split(" ") for line in table.splitlines()):
+        if len(fields) > 3:
+            found = fields[3].split(",")
+            known = [each for each in found if each in MOUNT_OPTIONS]
+            options = known if len(known) == len(found) else [*known, REMOVED]
+            lines.append(f"{' '.join(fields[:3])} {','.join(options)}\n")
+    return "".join(lines)
 
 
 def doctor(options: argparse.Namespace, reconciler: Reconciler) -> int:

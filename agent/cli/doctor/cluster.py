@@ -6,7 +6,7 @@ With kubectl, not agent.system.api_server: users' kubeconfigs often name a progr
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agent.host.vendors import HOST_VENDORS
@@ -73,21 +73,16 @@ def findings(cluster: Cluster) -> tuple[Finding, ...]:
 
 def _from_events(cluster: Cluster) -> Iterator[Finding]:
     for event in cluster.events:
-        if cluster.now - _last(event) > RECENT:
+        # When it last happened; 0 if it has no time.
+        series, involved = event.get("series") or {}, event.get("involvedObject") or {}
+        times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
+        if cluster.now - max(seconds(each) for each in times) > RECENT:
             continue
-        involved = event.get("involvedObject") or {}
         for pattern, cause, fix in EVENTS:
             if match := pattern.search(str(event.get("message", ""))):
                 namespace, pod = str(involved.get("namespace", "")), str(involved.get("name", ""))
                 evidence = f"{str(involved.get('kind', 'object')).lower()} {namespace}/{pod}: {match[0]}"
                 yield Finding(cause, evidence, tuple(each.format(namespace=namespace) for each in fix))
-
-
-def _last(event: KubernetesObject) -> float:
-    """Return when the event last happened, in seconds since the epoch; 0 if it has no time."""
-    series = event.get("series") or {}
-    times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
-    return max(seconds(each) for each in times)
 
 
 def _stale_selectors(cluster: Cluster) -> Iterator[Finding]:
@@ -106,12 +101,9 @@ def _stale_selectors(cluster: Cluster) -> Iterator[Finding]:
 
 def waits_for_gpu(pod: KubernetesObject) -> bool:
     """Return whether the pod requests a GPU and is not scheduled yet."""
-    waits = (pod.get("status") or {}).get("phase") == "Pending" and not pod_spec(pod).get("nodeName")
-    return waits and _asks_for_gpu(pod)
-
-
-def _asks_for_gpu(pod: KubernetesObject) -> bool:
     spec = pod_spec(pod)
+    if (pod.get("status") or {}).get("phase") != "Pending" or spec.get("nodeName"):
+        return False
     words = [*limited_resources(pod), *(spec.get("nodeSelector") or {}), str(spec.get("runtimeClassName") or "")]
     return any("gpu" in each or each in {vendor.name for vendor in HOST_VENDORS} for each in words)
 
@@ -134,41 +126,34 @@ def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Clust
     Objects that cannot be read are left out, and named in `unknown`.
     """
     kubectl = _Kubectl(system, kubeconfig)
+
+    def concerns(node: str | None) -> bool:
+        """Return whether an object that names this node, or no node, matters."""
+        return not node or not nodes or node in nodes
+
     found_nodes = kubectl.items("nodes", *nodes, "--show-managed-fields")
     pods = kubectl.items("pods", "--all-namespaces", "--field-selector=status.phase=Pending")
     selectors = [f"spec.nodeName={each}" for each in nodes] if 0 < len(nodes) <= NODES_QUERIED else ["spec.nodeName!="]
     for selector in selectors:
         pods += kubectl.items("pods", "--all-namespaces", f"--field-selector={selector}")
-    pods = list({name(each): each for each in pods if _concerns(pod_spec(each).get("nodeName"), nodes)}.values())
+    pods = list({name(each): each for each in pods if concerns(pod_spec(each).get("nodeName"))}.values())
     events = kubectl.items("events", "--all-namespaces", "--field-selector=type=Warning")
+    # Device plugins come first, because many other pods may fail for reasons that have nothing to do with GPUs.
+    failing = sorted(filter(crashes, pods), key=lambda pod: "device-plugin" not in name(pod))[:LOGS]
+    # Let the API server find out whether a node has the labels. The pods may be meant for nodes of other hosts, which
+    # are not read here.
+    wanted = sorted({node_selector(pod) for pod in pods if waits_for_gpu(pod)} - {""})[:SELECTORS]
     return Cluster(
         nodes=found_nodes,
         pods=pods,
         daemon_sets=kubectl.items("daemonsets.apps", "--all-namespaces"),
         # Events from a kubelet name its node; events from controllers name none.
-        events=[each for each in events if _concerns((each.get("source") or {}).get("host"), nodes)],
-        logs={name(pod): kubectl.log(pod) for pod in _failing(pods)},
-        unmatched=_unmatched(kubectl, pods),
+        events=[each for each in events if concerns((each.get("source") or {}).get("host"))],
+        logs={name(pod): kubectl.log(pod) for pod in failing},
+        unmatched=frozenset(each for each in wanted if not kubectl.matches_node(each)),
         unknown=tuple(kubectl.unknown),
         now=time.time(),
     )
-
-
-def _concerns(node: str | None, nodes: Sequence[str]) -> bool:
-    """Return whether an object that names this node, or no node, matters."""
-    return not node or not nodes or node in nodes
-
-
-def _unmatched(kubectl: "_Kubectl", pods: Iterable[KubernetesObject]) -> Set[str]:
-    # Let the API server find out whether a node has the labels. The pods may be meant for nodes of other hosts, which
-    # are not read here.
-    wanted = sorted({node_selector(pod) for pod in pods if waits_for_gpu(pod)} - {""})
-    return frozenset(each for each in wanted[:SELECTORS] if not kubectl.matches_node(each))
-
-
-def _failing(pods: Iterable[KubernetesObject]) -> list[KubernetesObject]:
-    # Device plugins come first, because many other pods may fail for reasons that have nothing to do with GPUs.
-    return sorted(filter(crashes, pods), key=lambda pod: "device-plugin" not in name(pod))[:LOGS]
 
 
 class _Kubectl:
