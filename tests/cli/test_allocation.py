@@ -15,7 +15,7 @@ from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
 from agent.model.errors import ConfigError, DocumentError
 from agent.model.handoff import Report, parse_handoff, render_report
 from agent.model.paths import cordoned_file, handoff_file, report_directory
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, set_up, units
 from tests.fakes.host import Host
 
@@ -115,12 +115,12 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(set_up(Host(tmp_path / "host")))
 
 
-def last_to_do(capsys: pytest.CaptureFixture[str]) -> str:
+def last_to_do(capsys: Capture) -> str:
     """Return the step at which the command stopped, with what it says to do."""
     return capsys.readouterr().out.partition(" to do: ")[2]
 
 
-def test_without_a_kubeconfig_the_steps_are_printed(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_kubeconfig_the_steps_are_printed(cluster: Cluster, capsys: Capture) -> None:
     assert cluster.run("dra", kubeconfig="") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[0] for line in lines if line[0] != " "] == list("1234567")
@@ -138,7 +138,7 @@ def test_a_node_without_gpus_has_no_device_classes_to_make() -> None:
     assert [step.what for step in steps if not step.done] == [steps[-1].what], "only to let new pods on the node"
 
 
-def test_a_node_is_moved_step_by_step(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_is_moved_step_by_step(cluster: Cluster, capsys: Capture) -> None:
     """Each run takes the steps that it can, and stops at the first one that the user must take."""
     cluster.pods = [pod("train"), pod("done", phase="Succeeded"), pod("web", "cpu"), pod("new", claim=True)]
     assert cluster.run("dra") == 1
@@ -183,14 +183,14 @@ def patches(printed: str) -> list[object]:
 
 
 @pytest.mark.parametrize("count", ["2k", "1500"])
-def test_shared_gpus_may_have_any_count(cluster: Cluster, capsys: pytest.CaptureFixture[str], count: str) -> None:
+def test_shared_gpus_may_have_any_count(cluster: Cluster, capsys: Capture, count: str) -> None:
     """The API server writes 2000 as `2k`."""
     cluster.capacity = cluster.allocatable = {"nvidia.com/gpu.shared": count}
     assert cluster.run("dra") == 1
     assert f"(the node's status still has nvidia.com/gpu.shared: {count})" in last_to_do(capsys)
 
 
-def test_what_gives_no_gpu_stays(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_gives_no_gpu_stays(cluster: Cluster, capsys: Capture) -> None:
     """NVIDIA's Network Operator offers network devices. Helm charts ask for 0 GPUs."""
     zero = pod("zero")
     zero["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "0"}}
@@ -208,7 +208,7 @@ def test_a_node_that_somebody_else_cordoned_stays_so(cluster: Cluster) -> None:
     assert [argv[0] for argv in cluster.changes()] == ["apply"]
 
 
-def test_a_node_is_moved_back(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_is_moved_back(cluster: Cluster, capsys: Capture) -> None:
     cluster.cordoned, cluster.capacity, cluster.allocatable, cluster.allocation = True, {}, {}, "dra"
     cluster.claims = [claim(NODE), claim("other"), claim(NODE, "another.driver")]
     assert cluster.run("device-plugin") == 1
@@ -226,7 +226,7 @@ def test_a_node_is_moved_back(cluster: Cluster, capsys: pytest.CaptureFixture[st
     assert cluster.run("device-plugin") == 0
 
 
-def test_a_large_cluster_has_many_claims(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_cluster_has_many_claims(cluster: Cluster, capsys: Capture) -> None:
     """As JSON, those of a thousand nodes are longer than the output of a program may be."""
     cluster.cordoned, cluster.allocation = True, "dra"
     waiting: dict[str, Any] = {"metadata": {"namespace": "team", "name": "new"}, "status": {}}

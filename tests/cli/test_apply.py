@@ -2,19 +2,17 @@
 
 import os
 
-import pytest
-
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
 from agent.model.paths import machine_unit
 from tests.fakes.clock import Clock
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 
 
-def test_a_masked_machine_is_not_waited_for(gpu_host: Host, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_masked_machine_is_not_waited_for(gpu_host: Host, clock: Clock, capsys: Capture) -> None:
     """Neither the agent nor systemd would start it."""
 
     def sleep() -> None:
@@ -26,9 +24,7 @@ def test_a_masked_machine_is_not_waited_for(gpu_host: Host, clock: Clock, capsys
     assert f"`systemctl unmask {UNITS[0]}`" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_machine_that_has_ended_is_not_waited_for(
-    gpu_host: Host, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_that_has_ended_is_not_waited_for(gpu_host: Host, clock: Clock, capsys: Capture) -> None:
     """It cannot report. `apply` waited for five minutes."""
     clock.least = 100.0
     assert command(reconciler(gpu_host), "apply") == 1
@@ -36,9 +32,7 @@ def test_a_machine_that_has_ended_is_not_waited_for(
     assert len(clock.slept) == 1
 
 
-def test_a_machine_that_another_command_stopped_is_not_started(
-    gpu_host: Host, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_that_another_command_stopped_is_not_started(gpu_host: Host, clock: Clock, capsys: Capture) -> None:
     """`apply` started the machine that `reset` or `up --rebuild` had stopped in order to remove its root directory."""
     start = ("systemctl", "start", "--no-block", UNITS[0])
     units(gpu_host, "inactive", stopped_at=4711)

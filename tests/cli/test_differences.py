@@ -4,12 +4,10 @@ import errno
 import json
 import os
 
-import pytest
-
 from agent.cli.output import difference
 from agent.model.goal import ReloadUnits, RemoveFile, WriteFile
 from agent.model.paths import nspawn_file
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
@@ -59,7 +57,7 @@ def test_other_steps_change_no_file(host: Host) -> None:
     assert shown(host, ReloadUnits()) == []
 
 
-def test_the_plan_with_differences(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_with_differences(gpu_host: Host, capsys: Capture) -> None:
     assert command(reconciler(gpu_host), "plan --diff") == 0
     lines = capsys.readouterr().out.splitlines()
     place = lines.index(f"+++ {nspawn_file(MACHINE)}")
@@ -68,7 +66,7 @@ def test_the_plan_with_differences(gpu_host: Host, capsys: pytest.CaptureFixture
     assert "would start machine gpu-node" in lines
 
 
-def test_the_plan_for_programs(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_for_programs(gpu_host: Host, capsys: Capture) -> None:
     assert command(reconciler(gpu_host), "plan --json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["version"], found["exceptions"], found["problems"]) == (1, [], [])

@@ -13,7 +13,7 @@ from agent.model.errors import ConfigError
 from agent.model.facts import PciDevice, Unseen
 from agent.model.paths import granted_file
 from agent.system.processes import Held, Holder
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda
@@ -31,19 +31,19 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     return found
 
 
-def listed(agent: Reconciler, capsys: pytest.CaptureFixture[str], code: int = 0) -> list[list[str]]:
+def listed(agent: Reconciler, capsys: Capture, code: int = 0) -> list[list[str]]:
     assert command(agent, "gpus") == code
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def document(agent: Reconciler, capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, dict[str, object]]:
+def document(agent: Reconciler, capsys: Capture, code: int = 0) -> dict[str, dict[str, object]]:
     assert command(agent, "gpus --json") == code
     found = json.loads(capsys.readouterr().out)
     assert (found["version"], found["command"]) == (1, "gpus")
     return {each["address"]: each for each in found["gpus"]}
 
 
-def test_the_table(gpu_host: Host, held: list[Held], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(gpu_host: Host, held: list[Held], capsys: Capture) -> None:
     holder = Holder(7, (), "python", CGROUP, ("/dev/nvidia0",))
     held.append(Held((holder, holder)))
     heading, first, second = listed(reconciler(gpu_host, gpus=[FIRST]), capsys)
@@ -53,7 +53,7 @@ def test_the_table(gpu_host: Host, held: list[Held], capsys: pytest.CaptureFixtu
     assert second[:6] == [SECOND, "free", "-", "nvidia", "550.163.01", "0"]
 
 
-def test_the_document(gpu_host: Host, held: list[Held], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_document(gpu_host: Host, held: list[Held], capsys: Capture) -> None:
     held.append(Held((Holder(7, (), "python", CGROUP, ("/dev/nvidia0",)),)))
     found = document(reconciler(gpu_host), capsys)
     assert found[FIRST]["pods"] == [POD]
@@ -62,9 +62,7 @@ def test_the_document(gpu_host: Host, held: list[Held], capsys: pytest.CaptureFi
     assert found[FIRST]["usersKnown"] is True
 
 
-def test_processes_that_may_not_be_searched_are_unknown(
-    gpu_host: Host, held: list[Held], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_that_may_not_be_searched_are_unknown(gpu_host: Host, held: list[Held], capsys: Capture) -> None:
     """A user sees only their own processes: 0 pods would be another answer than root's."""
     held.append(Held((), ("cannot inspect PID 1: Permission denied",)))
     assert listed(reconciler(gpu_host), capsys)[1][5] == "?"
@@ -72,7 +70,7 @@ def test_processes_that_may_not_be_searched_are_unknown(
 
 
 @pytest.mark.usefixtures("held")
-def test_states_of_gpus_that_no_machine_gets(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_of_gpus_that_no_machine_gets(gpu_host: Host, capsys: Capture) -> None:
     assert isinstance(gpu_host.pci, tuple)
     gpu_host.pci = (
         *gpu_host.pci,
@@ -89,7 +87,7 @@ def test_states_of_gpus_that_no_machine_gets(gpu_host: Host, capsys: pytest.Capt
 
 
 @pytest.mark.usefixtures("held")
-def test_a_gpu_that_the_driver_excludes_is_not_free(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_the_driver_excludes_is_not_free(gpu_host: Host, capsys: Capture) -> None:
     information = f"/proc/driver/nvidia/gpus/{FIRST}/information"
     gpu_host.file(information, gpu_host.read_text(information).replace("GPU Excluded:\t No", "GPU Excluded:\t Yes"))
     agent = reconciler(gpu_host, gpus="all")
@@ -101,7 +99,7 @@ def test_a_gpu_that_the_driver_excludes_is_not_free(gpu_host: Host, capsys: pyte
 
 
 @pytest.mark.usefixtures("held")
-def test_attributes_that_only_some_drivers_have(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attributes_that_only_some_drivers_have(gpu_host: Host, capsys: Capture) -> None:
     """amdgpu's (Documentation/gpu/amdgpu/driver-misc.rst)."""
     address = "0000:05:00.0"
     assert isinstance(gpu_host.pci, tuple)
@@ -113,7 +111,7 @@ def test_attributes_that_only_some_drivers_have(gpu_host: Host, capsys: pytest.C
 
 
 @pytest.mark.usefixtures("held")
-def test_a_lost_gpu_is_listed(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_gpu_is_listed(gpu_host: Host, capsys: Capture) -> None:
     agent = reconciler(gpu_host)
     agent.reconcile()
     gpu_host.unplug(SECOND)
@@ -124,7 +122,7 @@ def test_a_lost_gpu_is_listed(gpu_host: Host, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.usefixtures("held")
-def test_what_could_not_be_observed_is_unknown(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_could_not_be_observed_is_unknown(gpu_host: Host, capsys: Capture) -> None:
     gpu_host.pci = Unseen("the PCI devices in sysfs: time limit")
     assert "unknown: the PCI devices in sysfs: time limit" in " ".join(
         " ".join(each) for each in listed(reconciler(gpu_host), capsys, code=1)
@@ -132,7 +130,7 @@ def test_what_could_not_be_observed_is_unknown(gpu_host: Host, capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("held")
-def test_what_a_machine_keeps_is_known(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_machine_keeps_is_known(gpu_host: Host, capsys: Capture) -> None:
     """Also while no settings can be planned for it: it does not exist, or is no longer configured."""
     root = f"{gpu_host.root}/var/lib/machines/{MACHINE}"
     os.rmdir(root)
@@ -155,14 +153,14 @@ def test_what_a_machine_keeps_is_known(gpu_host: Host, capsys: pytest.CaptureFix
 
 
 @pytest.mark.usefixtures("held")
-def test_a_host_without_gpus(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_without_gpus(gpu_host: Host, capsys: Capture) -> None:
     for address in (FIRST, SECOND):
         gpu_host.unplug(address)
     assert listed(reconciler(gpu_host), capsys) == [["this", "host", "has", "no", "GPU"]]
 
 
 @pytest.mark.usefixtures("held")
-def test_a_host_without_machines(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_without_machines(gpu_host: Host, capsys: Capture) -> None:
     found = document(Reconciler(Config(machines={}), gpu_host, gpu_host), capsys)
     assert [each["state"] for each in found.values()] == ["free", "free"]
 
@@ -179,9 +177,7 @@ def test_commands_that_change_something_need_a_configuration(
 
 @pytest.mark.usefixtures("held")
 @pytest.mark.parametrize(("name", "code", "said"), [("gpus", 0, FIRST), ("doctor", 1, "no machine is configured")])
-def test_no_configuration_is_needed(
-    gpu_host: Host, capsys: pytest.CaptureFixture[str], name: str, code: int, said: str
-) -> None:
+def test_no_configuration_is_needed(gpu_host: Host, capsys: Capture, name: str, code: int, said: str) -> None:
     gpu_host.bus.unit("unbounded-agent.service", "inactive", "not-found")
     answer_of_libcuda(gpu_host, "12040\n")
     loaded = load(make_parser().parse_args([name]), gpu_host)

@@ -10,7 +10,7 @@ from agent.host.apply.steps import give_token, given_token
 from agent.host.joining import JOIN_LIMIT, SERVER_LIMIT
 from agent.model.paths import joined_file, machine_root, token_file
 from agent.system.http import Answer
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, UNITS
 from tests.fakes.node_host import NODE, TOKEN, TOKEN_FILE, NodeHost, node_host, node_reconciler
 
@@ -85,7 +85,7 @@ def test_only_root_may_read_the_token(host: NodeHost) -> None:
     assert Path(host.root + token_file(MACHINE)).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_server_that_comes_ten_minutes_late(host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_comes_ten_minutes_late(host: NodeHost, clock: Clock, capsys: Capture) -> None:
     """Nothing changes before it answers, and one line says what is waited for and for how long."""
     clock.answers_at = 600.0
     made: list[float] = []
@@ -98,7 +98,7 @@ def test_a_server_that_comes_ten_minutes_late(host: NodeHost, clock: Clock, caps
     assert "Connection refused; this command waits at most 15 minutes for its answer" in lines[0]
 
 
-def test_a_server_that_does_not_come(host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_does_not_come(host: NodeHost, clock: Clock, capsys: Capture) -> None:
     clock.answers_at = 1e9
     assert run(host, clock) == 1
     assert SERVER_LIMIT <= clock.passed < SERVER_LIMIT + 60
@@ -113,9 +113,7 @@ def test_another_failed_check_is_said_at_once(host: NodeHost, clock: Clock) -> N
     assert clock.passed == 0
 
 
-def test_a_server_that_goes_away_while_the_node_is_made(
-    host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_goes_away_while_the_node_is_made(host: NodeHost, clock: Clock, capsys: Capture) -> None:
     def gone(argv: tuple[str, ...]) -> None:
         if argv[:2] == ("systemctl", "start"):
             clock.answers_at = clock.passed + 600.0
@@ -126,7 +124,7 @@ def test_a_server_that_goes_away_while_the_node_is_made(
     assert "has not joined the cluster yet: https://192.0.2.1:6443 does not answer" in capsys.readouterr().err
 
 
-def test_a_server_that_goes_away_for_good(host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_goes_away_for_good(host: NodeHost, clock: Clock, capsys: Capture) -> None:
     def gone(argv: tuple[str, ...]) -> None:
         clock.answers_at = 1e9 if argv[:2] == ("systemctl", "start") else clock.answers_at
 
@@ -138,16 +136,14 @@ def test_a_server_that_goes_away_for_good(host: NodeHost, clock: Clock, capsys: 
     assert run(host, clock) == 0
 
 
-def test_a_machine_that_never_reports(host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_that_never_reports(host: NodeHost, clock: Clock, capsys: Capture) -> None:
     """Its kubelet's log would say nothing."""
     host.reports = False
     assert run(host, clock) == 1
     assert "(see `unbounded-agent doctor`, then run the same command again)" in capsys.readouterr().err
 
 
-def test_a_new_token_reaches_the_running_machine(
-    host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_token_reaches_the_running_machine(host: NodeHost, clock: Clock, capsys: Capture) -> None:
     """From a token that is revoked before the machine's first boot: the same root file system, the same machine."""
     host.tools.before = lambda argv: clock.accepted.discard(TOKEN) if argv[:2] == ("systemctl", "start") else None
     assert run(host, clock) == 1
@@ -186,7 +182,7 @@ def test_a_node_that_has_joined_needs_no_token(host: NodeHost, clock: Clock) -> 
 
 
 def test_a_node_whose_certificate_has_expired_joins_again_with_a_new_token(
-    host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]
+    host: NodeHost, clock: Clock, capsys: Capture
 ) -> None:
     """It was off for a year. Its kubelet then uses a bootstrap token again, but the host had removed the used one."""
     assert run(host, clock) == 0
@@ -207,9 +203,7 @@ def test_a_node_whose_certificate_has_expired_joins_again_with_a_new_token(
     assert not host.exists(token_file(MACHINE))
 
 
-def test_a_node_that_starts_within_a_minute_gets_no_token(
-    host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_that_starts_within_a_minute_gets_no_token(host: NodeHost, clock: Clock, capsys: Capture) -> None:
     assert run(host, clock) == 0
     host.remove(joined_file(MACHINE))
     given: list[str | None] = []
@@ -289,7 +283,7 @@ def test_a_pass_of_the_service_takes_a_used_token_back(host: NodeHost) -> None:
     assert not host.exists(token_file(MACHINE))
 
 
-def test_no_secret_is_printed_while_waiting(host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_secret_is_printed_while_waiting(host: NodeHost, clock: Clock, capsys: Capture) -> None:
     host.tools.before = lambda argv: clock.accepted.clear() if argv[:2] == ("systemctl", "start") else None
     assert run(host, clock, for_programs=True) == 1
     output = capsys.readouterr()

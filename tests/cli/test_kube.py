@@ -10,11 +10,12 @@ import yaml
 
 from agent.cli.main import main
 from agent.cli.parser import find_command, make_parser
+from tests.fakes.command import Capture
 
 NAMES = ["device-plugin", "runtime-class"]
 
 
-def test_without_a_name_it_lists_each_manifest_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_name_it_lists_each_manifest_with_its_purpose(capsys: Capture) -> None:
     assert main(["kube", "manifests"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert {"runtime-class", "device-plugin-values", "gpu-operator-values", "cuda-test", "intel-test"} <= lines.keys()
@@ -22,7 +23,7 @@ def test_without_a_name_it_lists_each_manifest_with_its_purpose(capsys: pytest.C
     assert all(line.endswith(".") and "#" not in line for line in lines.values())
 
 
-def test_named_manifests_are_one_stream_for_kubectl(capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_manifests_are_one_stream_for_kubectl(capsys: Capture) -> None:
     assert main(["kube", "manifests", *NAMES]) == 0
     kinds = [each["kind"] for each in yaml.safe_load_all(capsys.readouterr().out)]
     assert kinds == ["DaemonSet", "RuntimeClass"]
@@ -42,7 +43,7 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path, encoding: str,
 
 
 def test_manifests_are_written_into_a_new_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["kube", "manifests", "--out", "new/files", *NAMES]) == 0
@@ -54,7 +55,7 @@ def test_manifests_are_written_into_a_new_directory(
     assert capsys.readouterr().err == ""
 
 
-def test_an_edited_manifest_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edited_manifest_is_never_overwritten(tmp_path: Path, capsys: Capture) -> None:
     """The pages tell people to edit them, and to keep them in Git."""
     arguments = ["kube", "manifests", "--out", str(tmp_path), *NAMES]
     assert main(arguments) == 0
@@ -74,14 +75,14 @@ def test_an_edited_manifest_is_never_overwritten(tmp_path: Path, capsys: pytest.
     assert main(arguments) == 0
 
 
-def test_an_unknown_name_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_bad_input(capsys: Capture) -> None:
     assert main(["kube", "manifests", "runtime-class", "runtime"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("unbounded-agent: there is no manifest runtime: choose from claim-admin-access, ")
 
 
-def test_it_needs_no_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_it_needs_no_configuration(capsys: Capture, tmp_path: Path) -> None:
     assert main(["--config", str(tmp_path / "missing.toml"), "kube", "manifests", "cuda-test"]) == 0
     assert "gpu-cuda-test" in capsys.readouterr().out
 

@@ -17,7 +17,7 @@ from agent.host.state.locks import machine_locks, pass_lock
 from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.paths import cordoned_file, joined_file, machine_root, nspawn_file, report_directory
 from tests.fakes.clock import Clock
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
 from tests.fakes.host import Host
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
@@ -132,7 +132,7 @@ def test_pods_that_cannot_be_moved_keep_the_machine_running(host: NodeHost, agen
 
 @pytest.mark.parametrize("kubeconfig", [ADMIN, ""])
 def test_a_node_whose_machine_did_not_start_stays_cordoned(
-    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], kubeconfig: str
+    host: NodeHost, agent: Reconciler, capsys: Capture, kubeconfig: str
 ) -> None:
     """Pods would come to a node without GPUs."""
     command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
@@ -161,9 +161,7 @@ def test_a_failed_step_for_another_machine_does_not_keep_the_node_cordoned(host:
     assert outcome.failures_of([MACHINE]) == ()
 
 
-def test_a_failed_uncordon_is_reported_and_can_be_repeated(
-    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_uncordon_is_reported_and_can_be_repeated(host: NodeHost, agent: Reconciler, capsys: Capture) -> None:
     command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
     host.command(*UNCORDON, stderr="connection refused", status=1)
     assert command(agent, f"start {MACHINE} --kubeconfig={ADMIN}") == 1
@@ -172,7 +170,7 @@ def test_a_failed_uncordon_is_reported_and_can_be_repeated(
 
 
 def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
-    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
+    host: NodeHost, agent: Reconciler, capsys: Capture
 ) -> None:
     command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
     assert command(agent, f"start {MACHINE}") == 1
@@ -181,9 +179,7 @@ def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
     assert f"run `unbounded-agent start {MACHINE} --kubeconfig FILE`" in message
 
 
-def test_the_start_of_a_masked_machine_says_what_to_do(
-    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_start_of_a_masked_machine_says_what_to_do(host: NodeHost, agent: Reconciler, capsys: Capture) -> None:
     command(agent, f"stop {MACHINE} --no-drain")
     host.bus.unit(UNITS[0], "inactive", "masked")
     assert command(agent, f"start {MACHINE}") == 1
@@ -241,9 +237,7 @@ def test_an_interrupted_restart_says_what_it_leaves(
     assert messages[-1].startswith(f"interrupted: {said}")
 
 
-def test_a_machine_that_does_not_exist_is_not_waited_for(
-    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_that_does_not_exist_is_not_waited_for(host: NodeHost, agent: Reconciler, capsys: Capture) -> None:
     command(agent, f"stop {MACHINE} --no-drain")
     host.remove_tree(machine_root(MACHINE))
     assert command(agent, f"start {MACHINE}") == 1
@@ -255,7 +249,7 @@ def test_a_machine_that_does_not_exist_is_not_waited_for(
 
 @pytest.mark.parametrize("state", ["inactive", "failed"])
 def test_a_machine_that_stops_after_its_start_is_not_waited_for(
-    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], clock: Clock, state: str
+    host: NodeHost, agent: Reconciler, capsys: Capture, clock: Clock, state: str
 ) -> None:
     """systemd runs prepare@ first, and it, or somebody else, may start the machine again: only then has it stopped."""
     command(agent, f"stop {MACHINE} --no-drain")
@@ -275,7 +269,7 @@ def test_a_machine_that_stops_after_its_start_is_not_waited_for(
 
 
 def test_a_machine_whose_start_fails_between_two_passes_is_not_waited_for(
-    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], clock: Clock
+    host: NodeHost, agent: Reconciler, capsys: Capture, clock: Clock
 ) -> None:
     """No pass saw it start. `start` waited for seven minutes."""
     command(agent, f"stop {MACHINE} --no-drain")
@@ -321,7 +315,7 @@ def test_the_wait_for_a_machine_that_fails_again_and_again_says_so(
 
 
 def test_the_wait_for_a_machine_without_gpus_does_not_name_the_gpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: Clock
+    tmp_path: Path, capsys: Capture, clock: Clock
 ) -> None:
     """Ready is True all the time."""
     host = node_host(tmp_path / "host")
@@ -345,7 +339,7 @@ def test_the_wait_for_a_machine_without_gpus_does_not_name_the_gpus(
 
 @pytest.mark.parametrize("polls", [1, 3])
 def test_a_machine_that_somebody_stops_is_not_started_again(
-    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str], clock: Clock, polls: int
+    host: NodeHost, agent: Reconciler, capsys: Capture, clock: Clock, polls: int
 ) -> None:
     host.remove(joined_file(MACHINE))
 

@@ -14,7 +14,7 @@ import pytest
 from agent import __version__
 from agent.cli.main import main
 from agent.cli.parser import COMMANDS, make_parser, subcommands
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda
@@ -34,7 +34,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 PARSERS = list(parsers(make_parser()))
 
 
-def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+def help_of(capsys: Capture, *command: str) -> str:
     with pytest.raises(SystemExit) as ended:
         main([*command, "--help"])
     assert ended.value.code == 0
@@ -132,7 +132,7 @@ def test_a_watch_follows_the_configuration(tmp_path: Path) -> None:
 # ---- help and version
 
 
-def test_the_version_is_an_option_and_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_an_option_and_a_command(capsys: Capture) -> None:
     assert main(["version"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"unbounded-agent {__version__} (Python ")
@@ -160,7 +160,7 @@ def test_lines_of_help_fit_a_terminal(parser: argparse.ArgumentParser, monkeypat
     assert [line for line in parser.format_help().splitlines() if len(line) > 80] == []
 
 
-def test_commands_that_only_units_run_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_only_units_run_are_not_listed(capsys: Capture) -> None:
     listed = help_of(capsys)
     hidden = {name for name, command in COMMANDS.items() if command.hidden}
     assert hidden == {"load-modules", "prepare"}
@@ -169,7 +169,7 @@ def test_commands_that_only_units_run_are_not_listed(capsys: pytest.CaptureFixtu
     assert [name for name in subcommands("gpus") if name not in help_of(capsys, "gpus")] == []
 
 
-def test_hidden_commands_have_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hidden_commands_have_help(capsys: Capture) -> None:
     assert "unbounded-agent-prepare@MACHINE.service" in help_of(capsys, "prepare")
     assert "unbounded-agent-modules.service" in help_of(capsys, "load-modules")
 
@@ -192,7 +192,7 @@ def test_hidden_commands_have_help(capsys: pytest.CaptureFixture[str]) -> None:
         *(("status", "--watch=0"), ("status", "--wait=soon"), ("status", "--wait=nan"), ("status", "--wide", "--json")),
     ],
 )
-def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+def test_bad_arguments(capsys: Capture, arguments: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -214,7 +214,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str,
     ],
 )
 def test_a_wrong_argument_gets_the_usage_of_its_command(
-    capsys: pytest.CaptureFixture[str], arguments: str, usage: str, error: str
+    capsys: Capture, arguments: str, usage: str, error: str
 ) -> None:
     """The errors named commands that only units run, and the usage was that of the whole program."""
     with pytest.raises(SystemExit) as ended:
@@ -226,14 +226,12 @@ def test_a_wrong_argument_gets_the_usage_of_its_command(
 
 
 @pytest.mark.parametrize("command", [("status",), ("gpus", "list"), ("doctor",)])
-def test_the_configuration_may_be_named_after_the_command(
-    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
-) -> None:
+def test_the_configuration_may_be_named_after_the_command(capsys: Capture, command: tuple[str, ...]) -> None:
     assert main([*command, "--config", "/nosuch/config.toml"]) == 2
     assert capsys.readouterr().err.startswith("unbounded-agent: /nosuch/config.toml: no such file")
 
 
-def test_the_help_of_the_program_has_all_exit_codes_and_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_the_program_has_all_exit_codes_and_files(capsys: Capture) -> None:
     text = help_of(capsys)
     assert "/usr/share/doc/unbounded-agent/docs/" in text, "only a checkout has docs/json.md"
     codes = {code for command in COMMANDS.values() for code in command.codes}
@@ -241,14 +239,14 @@ def test_the_help_of_the_program_has_all_exit_codes_and_files(capsys: pytest.Cap
     assert "/etc/unbounded-agent/config.toml.sample" in text
 
 
-def test_a_machine_after_wait_is_not_a_number_of_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_after_wait_is_not_a_number_of_seconds(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["status", "--wait", "gpu-node"])
     assert "'gpu-node' is not a number of seconds (0 or more): write --wait=SECONDS" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["plan", "status", "doctor"])
-def test_a_wrong_configuration_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_a_wrong_configuration_names_the_file(tmp_path: Path, capsys: Capture, command: str) -> None:
     file = tmp_path / "config.toml"
     assert main(["--config", str(file), command]) == 2
     assert f"unbounded-agent: {file}: no such file" in capsys.readouterr().err
@@ -274,7 +272,7 @@ def bare_host(gpu_host: Host) -> Host:
     return gpu_host
 
 
-def test_doctor_lists_the_missing_template_and_continues(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_lists_the_missing_template_and_continues(bare_host: Host, capsys: Capture) -> None:
     assert command(reconciler(bare_host), "doctor") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["host:", lines[1]]
@@ -286,23 +284,21 @@ def test_doctor_lists_the_missing_template_and_continues(bare_host: Host, capsys
     assert any(line.startswith("driver for pods: nvidia") for line in lines)
 
 
-def test_doctor_for_programs(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_for_programs(bare_host: Host, capsys: Capture) -> None:
     assert command(reconciler(bare_host), "doctor --json") == 1
     document = json.loads(capsys.readouterr().out)
     assert INSTALL in document["host"][0]["evidence"]
     assert MACHINE in document["machines"]
 
 
-def test_status_reports_the_missing_template_and_prints_the_table(
-    bare_host: Host, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_reports_the_missing_template_and_prints_the_table(bare_host: Host, capsys: Capture) -> None:
     assert command(reconciler(bare_host), "status --wide") == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("unbounded-agent: note: systemd-nspawn@.service is in none of")
     assert "Ready  Unknown" in printed.out
 
 
-def test_plan_says_why_nothing_can_be_planned(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_why_nothing_can_be_planned(bare_host: Host, capsys: Capture) -> None:
     assert command(reconciler(bare_host), "plan") == 1
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{MACHINE}: left unchanged: systemd-nspawn@.service is in none of")

@@ -11,7 +11,7 @@ from agent.host.daemon.metrics import TEXT, Metrics
 from agent.host.reconcile import Reconciler
 from agent.model.paths import nspawn_file, unit_drop_in
 from agent.vendors.nvidia.user_space import READ_VERSION
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.libcuda import LIBCUDA
@@ -52,15 +52,13 @@ def test_the_pages_have_only_the_host(empty: Reconciler) -> None:
 
 
 @pytest.mark.parametrize("name", ["plan", "apply", "status", "doctor"])
-def test_each_command_says_that_no_machine_is_configured(
-    empty: Reconciler, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_each_command_says_that_no_machine_is_configured(empty: Reconciler, capsys: Capture, name: str) -> None:
     """The simulated host lacks the kubelet's sysctls, but no machine has a kubelet: `doctor` finds no fault."""
     assert command(empty, name) == 0
     assert capsys.readouterr().out.splitlines().count("no machine is configured") == 1
 
 
-def test_programs_get_an_empty_object(empty: Reconciler, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_get_an_empty_object(empty: Reconciler, capsys: Capture) -> None:
     command(empty, "status --json")
     assert json.loads(capsys.readouterr().out)["machines"] == {}
     command(empty, "doctor --json")

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.node_settings import config
@@ -19,7 +17,7 @@ def reconciler_of(host: Host, **machines: object) -> Reconciler:
     return Reconciler(Config.validated({"machines": machines}), host, host)
 
 
-def test_a_misspelt_machine_is_bad_input(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_machine_is_bad_input(gpu_host: Host, capsys: Capture) -> None:
     """It said that there is nothing to do, and returned 0."""
     gpu_host.make_directory("/var/lib/machines/.hidden")
     gpu_host.file("/var/lib/machines/image.raw", "")
@@ -32,12 +30,12 @@ def test_a_misspelt_machine_is_bad_input(gpu_host: Host, capsys: pytest.CaptureF
     assert command(reconciler_of(gpu_host, **{MISSPELT: {}}), "plan --json") == 2
 
 
-def test_the_other_machines_are_planned(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_other_machines_are_planned(gpu_host: Host, capsys: Capture) -> None:
     assert command(reconciler_of(gpu_host, **{MISSPELT: {}, MACHINE: {}}), "plan") == 2
     assert f"would write /etc/systemd/nspawn/{MACHINE}.nspawn" in capsys.readouterr().out
 
 
-def test_a_node_that_up_will_make(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_that_up_will_make(gpu_host: Host, capsys: Capture) -> None:
     Path(gpu_host.root, f"var/lib/machines/{MACHINE}").rmdir()
     assert command(Reconciler(config(**{MACHINE: {}}), gpu_host, gpu_host), "plan") == 0
     printed = capsys.readouterr().out
@@ -45,7 +43,7 @@ def test_a_node_that_up_will_make(gpu_host: Host, capsys: pytest.CaptureFixture[
     assert "unpack" not in printed
 
 
-def test_a_file_in_the_place_of_a_machine(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_in_the_place_of_a_machine(gpu_host: Host, capsys: Capture) -> None:
     Path(gpu_host.root, f"var/lib/machines/{MACHINE}").rmdir()
     gpu_host.file(f"/var/lib/machines/{MACHINE}", "")
     assert command(reconciler(gpu_host), "plan") == 1

@@ -7,7 +7,7 @@ import pytest
 
 from agent.host.provision.node_files import record_paths
 from agent.model.paths import AS_FOUND, joined_file, machine_root, token_file
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE
 from tests.fakes.node_host import CA_FILE, TOKEN_FILE, NodeHost, node_host, node_reconciler
 
@@ -20,7 +20,7 @@ def host(tmp_path: Path) -> NodeHost:
     return node_host(tmp_path / "host")
 
 
-def planned(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:
+def planned(host: NodeHost, capsys: Capture) -> tuple[list[str], list[str]]:
     """Return the sentences of all steps, and those of what is unknown."""
     assert command(node_reconciler(host), "plan --json") == 0
     document = json.loads(capsys.readouterr().out)
@@ -29,7 +29,7 @@ def planned(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> tuple[list[st
     return of_up, [each["message"] for each in document["exceptions"] if "`up` would do" in each["message"]]
 
 
-def done(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def done(host: NodeHost, capsys: Capture) -> list[str]:
     """Run `up`, and return the sentences of its steps."""
     assert command(node_reconciler(host), f"up {MACHINE} --json", network=host.network, ask=host.ask) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -37,7 +37,7 @@ def done(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [each for each in said if not each.startswith(AS_IT_IS)]
 
 
-def test_plan_says_what_up_then_does(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_what_up_then_does(host: NodeHost, capsys: Capture) -> None:
     sentences, unknown = planned(host, capsys)
     assert unknown == []
     assert not any(host.exists(each) for each in (*AS_FOUND, machine_root(MACHINE)))
@@ -51,7 +51,7 @@ def test_plan_says_what_up_then_does(host: NodeHost, capsys: pytest.CaptureFixtu
     assert planned(host, capsys) == ([], [])
 
 
-def test_plan_says_it_to_people_too(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_it_to_people_too(host: NodeHost, capsys: Capture) -> None:
     assert command(node_reconciler(host), "plan") == 0
     printed = capsys.readouterr().out
     assert "`up` would record the host as it was found\n" in printed
@@ -61,7 +61,7 @@ def test_plan_says_it_to_people_too(host: NodeHost, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("fault", ["ca", "token", "record", "interrupted"])
-def test_what_is_unknown_is_said(host: NodeHost, capsys: pytest.CaptureFixture[str], fault: str) -> None:
+def test_what_is_unknown_is_said(host: NodeHost, capsys: Capture, fault: str) -> None:
     match fault:
         case "ca":
             host.remove(CA_FILE)

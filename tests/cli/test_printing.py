@@ -9,6 +9,7 @@ import pytest
 from agent.cli.node import in_words
 from agent.cli.printing import report, say
 from agent.model.node import Check
+from tests.fakes.command import Capture
 
 
 def test_a_line_reaches_a_pipe_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +21,7 @@ def test_a_line_reaches_a_pipe_at_once(tmp_path: Path, monkeypatch: pytest.Monke
         assert place.read_bytes() == b"one\ntwo\n"
 
 
-def test_attack_a_message_that_a_server_chose_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_attack_a_message_that_a_server_chose_cannot_control_the_terminal(capsys: Capture) -> None:
     report("http://mirror/kubelet: 404 \x1b]0;x\x07\u202e\r\nunbounded-agent: all is well")
     assert capsys.readouterr().err == (
         "unbounded-agent: http://mirror/kubelet: 404 \\x1b]0;x\\x07\\u202e\n  unbounded-agent: all is well\n"

@@ -14,7 +14,7 @@ from agent.host.reconcile import Reconciler
 from agent.model.errors import ConfigError
 from agent.model.paths import MACHINE_ROOTS, REMEMBERED_GPUS
 from agent.system.files import System
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.sound_host import make_sound
@@ -22,7 +22,7 @@ from tests.fakes.sound_host import make_sound
 ROOT = f"{MACHINE_ROOTS}/{MACHINE}"
 
 
-def printed(agent: Reconciler, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+def printed(agent: Reconciler, capsys: Capture, *options: str) -> str:
     assert command(agent, "status", *options) == 0
     return capsys.readouterr().out
 
@@ -47,7 +47,7 @@ def no_gpus(host: Host) -> Host:
 # ---- forms
 
 
-def test_the_summary_has_the_cause_and_fits(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_has_the_cause_and_fits(gpu_host: Host, capsys: Capture) -> None:
     text = printed(reconciler(gpu_host), capsys)
     assert text.startswith(f"{MACHINE}: not ready, NotStaged, 2 GPUs\n")
     assert "DriverRootStaged: False, NotStaged\n" in text
@@ -55,7 +55,7 @@ def test_the_summary_has_the_cause_and_fits(gpu_host: Host, capsys: pytest.Captu
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_times_are_unknown_until_a_pass_has_recorded_them(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_are_unknown_until_a_pass_has_recorded_them(gpu_host: Host, capsys: Capture) -> None:
     agent = reconciler(gpu_host)
     assert " for " not in printed(agent, capsys).splitlines()[0]
     assert "DriverLoaded  True     -  " in printed(agent, capsys, "--wide")
@@ -65,9 +65,7 @@ def test_times_are_unknown_until_a_pass_has_recorded_them(gpu_host: Host, capsys
     assert ", for " in printed(agent, capsys).splitlines()[0]
 
 
-def test_the_time_of_a_change_is_unknown_while_no_service_records_it(
-    gpu_host: Host, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_time_of_a_change_is_unknown_while_no_service_records_it(gpu_host: Host, capsys: Capture) -> None:
     """The change may be days old: a command must not say that it came this second."""
     agent = reconciler(gpu_host)
     units(gpu_host, "active")
@@ -81,7 +79,7 @@ def test_the_time_of_a_change_is_unknown_while_no_service_records_it(
     assert "MachineRunning  False    -  " not in printed(agent, capsys, "--wide")
 
 
-def test_the_document_for_programs(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_document_for_programs(gpu_host: Host, capsys: Capture) -> None:
     found = json.loads(printed(reconciler(gpu_host), capsys, "--json"))
     assert (found["version"], found["command"], found["problems"]) == (1, "status", [])
     machine = found["machines"][MACHINE]
@@ -89,7 +87,7 @@ def test_the_document_for_programs(gpu_host: Host, capsys: pytest.CaptureFixture
     assert {each["type"] for each in machine["conditions"]} >= {"DriverLoaded", "Ready"}
 
 
-def test_several_machines_are_a_list_and_one_can_be_chosen(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_machines_are_a_list_and_one_can_be_chosen(gpu_host: Host, capsys: Capture) -> None:
     agent = Reconciler(Config.validated({"machines": {MACHINE: {}, "gone": {}}}), gpu_host, gpu_host)
     gpu_host.bus.unit("systemd-nspawn@gone.service", "inactive")
     text = printed(agent, capsys)
@@ -152,7 +150,7 @@ def test_wait_ends_when_the_machine_is_ready(gpu_host: Host, monkeypatch: pytest
     assert [each for each in said if each] == [f"{MACHINE}: waiting: NotStaged"]
 
 
-def test_wait_gives_up(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_gives_up(gpu_host: Host, capsys: Capture) -> None:
     assert command(reconciler(gpu_host), "status --wait=0") == 3
     assert "not ready, NotStaged" in capsys.readouterr().out
 
@@ -178,9 +176,7 @@ def repeat(monkeypatch: pytest.MonkeyPatch, *steps: object) -> None:
     monkeypatch.setattr("time.sleep", sleep)
 
 
-def test_watch_prints_what_changes(
-    gpu_host: Host, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_prints_what_changes(gpu_host: Host, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     repeat(monkeypatch, lambda: None, lambda: units(gpu_host, "failed"))
     with pytest.raises(EndError):
         command(reconciler(gpu_host), "status --watch=1")
@@ -203,7 +199,7 @@ def test_watch_clears_a_terminal(gpu_host: Host, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("settings", [{}, {"extra_devices": [{"path": "/dev/harmless"}]}], ids=["skipped", "set up"])
 def test_a_machine_without_gpus_that_does_not_run_is_called_so(
-    gpu_host: Host, capsys: pytest.CaptureFixture[str], settings: dict[str, object]
+    gpu_host: Host, capsys: Capture, settings: dict[str, object]
 ) -> None:
     """It counts as ready. `status` gave no sign that it was stopped or masked."""
     agent = reconciler(no_gpus(gpu_host), require_gpus=False, **settings)
@@ -224,7 +220,7 @@ def test_a_machine_without_gpus_that_does_not_run_is_called_so(
 
 
 def test_a_service_that_is_stopped_and_a_full_disk_are_named(
-    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """The machines work on, and nothing follows changes: `status` said ready without a word."""
     make_sound(gpu_host)
@@ -245,7 +241,7 @@ def test_a_service_that_is_stopped_and_a_full_disk_are_named(
 
 
 def test_a_machine_that_may_not_be_looked_at_is_unknown(
-    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Root reads that it does not exist. A user must not read another answer, such as that it is ready."""
     os.rmdir(f"{gpu_host.root}{ROOT}")
@@ -258,7 +254,7 @@ def test_a_machine_that_may_not_be_looked_at_is_unknown(
 
 
 def test_a_machine_that_may_be_gone_is_not_ready(
-    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """It ran and was removed since. A user read that it is ready, with exit code 0, where root got 3."""
     os.rmdir(f"{gpu_host.root}{ROOT}")
@@ -273,7 +269,7 @@ def test_a_machine_that_may_be_gone_is_not_ready(
     assert "run `sudo unbounded-agent status`" in printed.err
 
 
-def test_a_record_of_gpus_that_may_not_be_read(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_of_gpus_that_may_not_be_read(gpu_host: Host, capsys: Capture) -> None:
     """The host may have lost all its GPUs."""
     agent = reconciler(gpu_host, require_gpus=False)
     agent.reconcile()
@@ -286,9 +282,7 @@ def test_a_record_of_gpus_that_may_not_be_read(gpu_host: Host, capsys: pytest.Ca
     assert "granted-gpus.json: Permission denied" in capsys.readouterr().out
 
 
-def test_a_machine_that_runs_exists(
-    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_that_runs_exists(gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     hide(gpu_host, monkeypatch)
     units(gpu_host, "active")
     assert "MachineRunning  True" in printed(reconciler(gpu_host), capsys, "--wide")
@@ -297,7 +291,7 @@ def test_a_machine_that_runs_exists(
 
 
 def test_plan_says_that_it_is_not_known_whether_the_machine_exists(
-    gpu_host: Host, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    gpu_host: Host, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide(gpu_host, monkeypatch)
     assert command(reconciler(gpu_host), "plan") == 0

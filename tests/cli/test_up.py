@@ -35,7 +35,7 @@ from agent.model.paths import (
 )
 from tests.fakes.archives import entry, packed
 from tests.fakes.clock import Clock
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, UNITS, units
 from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.node_host import CA_FILE, DIGEST, NODE, NodeHost, node_host, node_reconciler, wanted
@@ -74,7 +74,7 @@ def tree(host: NodeHost) -> dict[str, bytes]:
     }
 
 
-def test_a_bare_host_becomes_a_node(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bare_host_becomes_a_node(host: NodeHost, capsys: Capture) -> None:
     assert run(host) == 0
     root = machine_root(MACHINE)
     assert host.is_file(f"{root}/usr/lib/systemd/systemd")
@@ -103,7 +103,7 @@ def test_the_node_gets_labels_for_its_gpus(host: NodeHost) -> None:
     assert b"nvidia.com/gpu.present=true" in host.read(f"{machine_root(MACHINE)}{COMMAND}")
 
 
-def test_a_node_without_a_kubelet_is_not_made(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_without_a_kubelet_is_not_made(host: NodeHost, capsys: Capture) -> None:
     host.tools.image.remove("usr/bin/kubelet")
     assert run(host) == 1
     assert "the image has no kubelet" in capsys.readouterr().err
@@ -114,7 +114,7 @@ def test_a_node_without_a_kubelet_is_not_made(host: NodeHost, capsys: pytest.Cap
     assert sum("copy" in argv for argv in host.runner.calls) == 1, "the image is not pulled again"
 
 
-def test_an_image_that_is_unpacked_needs_no_space_again(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_image_that_is_unpacked_needs_no_space_again(host: NodeHost, capsys: Capture) -> None:
     """The first attempt has used it: otherwise, the user would have to find and remove hidden directories."""
     host.tools.image.remove("usr/bin/kubelet")
     assert run(host) == 1
@@ -127,14 +127,14 @@ def test_an_image_that_is_unpacked_needs_no_space_again(host: NodeHost, capsys: 
     assert sum("copy" in argv for argv in host.runner.calls) == 1
 
 
-def test_a_full_disk_stops_the_first_attempt(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_stops_the_first_attempt(host: NodeHost, capsys: Capture) -> None:
     host.free = 1 << 30
     assert run(host) == 1
     assert "FAILED  disk: /var/lib/machines has 1073 MB free" in capsys.readouterr().out
     assert not host.exists(AS_FOUND[0])
 
 
-def test_programs_of_a_bundle_are_put_into_the_node(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_of_a_bundle_are_put_into_the_node(host: NodeHost, capsys: Capture) -> None:
     host.tools.image.remove("usr/bin/kubelet")
     host.file("/srv/kubelet", b"a program")
     digest = hashlib.sha256(b"a program").hexdigest()
@@ -176,7 +176,7 @@ def test_crictl_and_network_plugins_of_a_bundle(host: NodeHost) -> None:
     assert not [path for path in listed if path.startswith("/usr/lib/cni")]
 
 
-def test_a_wrong_digest_leaves_a_host_that_can_go_on(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_digest_leaves_a_host_that_can_go_on(host: NodeHost, capsys: Capture) -> None:
     host.file("/srv/kubelet", b"something else")
     binaries = {"version": "1.36.3", "bundle": "/srv", "sha256": {"kubelet": "a1" * 32}}
     assert run(host, for_programs=True, binaries=binaries) == 1
@@ -187,9 +187,7 @@ def test_a_wrong_digest_leaves_a_host_that_can_go_on(host: NodeHost, capsys: pyt
     assert run(host) == 0
 
 
-def test_the_service_reads_the_configuration_before_the_machine_has_settings(
-    host: NodeHost, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_service_reads_the_configuration_before_the_machine_has_settings(host: NodeHost, capsys: Capture) -> None:
     """A service that does not know the machine would remove its settings, and it would start without them."""
     reload = ("systemctl", "reload", "unbounded-agent.service")
     settings: list[bool] = []
@@ -229,7 +227,7 @@ def test_a_finished_node_costs_nothing(host: NodeHost) -> None:
     assert written == []
 
 
-def test_a_machine_without_its_settings_is_not_enabled(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_its_settings_is_not_enabled(host: NodeHost, capsys: Capture) -> None:
     """At the host's boot, the template's -U would change the owners of all files in it."""
     host.full.append(nspawn_file(MACHINE))
     assert run(host) == 1
@@ -240,9 +238,7 @@ def test_a_machine_without_its_settings_is_not_enabled(host: NodeHost, capsys: p
     assert host.exists(wanted(UNITS[0]))
 
 
-def test_a_machine_with_settings_of_others_is_not_waited_for(
-    host: NodeHost, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_with_settings_of_others_is_not_waited_for(host: NodeHost, capsys: Capture) -> None:
     """The agent does not start it, so it never becomes ready."""
     host.file(nspawn_file(MACHINE), "[Exec]\nBoot=yes\n")
     assert run(host) == 1
@@ -252,7 +248,7 @@ def test_a_machine_with_settings_of_others_is_not_waited_for(
     assert not host.exists(wanted(UNITS[0]))
 
 
-def test_programs_get_one_object_per_line(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_get_one_object_per_line(host: NodeHost, capsys: Capture) -> None:
     assert run(host, for_programs=True) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {event["event"] for event in events} == {"step", "result"}
@@ -261,7 +257,7 @@ def test_programs_get_one_object_per_line(host: NodeHost, capsys: pytest.Capture
     assert events[-1]["failures"] == []
 
 
-def test_no_secret_is_printed_or_recorded(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_secret_is_printed_or_recorded(host: NodeHost, capsys: Capture) -> None:
     assert run(host) == 0
     printed = "".join(capsys.readouterr())
     secret = "0123456789abcdef"
@@ -271,7 +267,7 @@ def test_no_secret_is_printed_or_recorded(host: NodeHost, capsys: pytest.Capture
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
 
 
-def test_a_failed_check_changes_nothing(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_check_changes_nothing(host: NodeHost, capsys: Capture) -> None:
     before = tree(host)
     host.file("/etc/unbounded-agent/token", "fedcba.fedcba9876543210\n")
     host.remove_file("/usr/bin/umoci")
@@ -285,9 +281,7 @@ def test_a_failed_check_changes_nothing(host: NodeHost, capsys: pytest.CaptureFi
     assert not host.exists(AS_FOUND[0])
 
 
-def test_changed_settings_are_reported_and_a_rebuild_applies_them(
-    host: NodeHost, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_changed_settings_are_reported_and_a_rebuild_applies_them(host: NodeHost, capsys: Capture) -> None:
     assert run(host) == 0
     kubelet = {"node_ip": "192.0.2.10", "labels": {"role": "gpu"}}
     assert run(host, kubelet=kubelet) == 0
@@ -299,14 +293,14 @@ def test_changed_settings_are_reported_and_a_rebuild_applies_them(
     assert ("systemctl", "stop", UNITS[0]) in host.runner.calls
 
 
-def test_another_api_server_needs_a_rebuild(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_api_server_needs_a_rebuild(host: NodeHost, capsys: Capture) -> None:
     """The node's kubeconfig has the address: a new one in the configuration does not move the node."""
     assert run(host) == 0
     assert run(host, server="https://192.0.2.2:6443") == 0
     assert "was made with other settings: server; run `unbounded-agent up --rebuild" in capsys.readouterr().err
 
 
-def test_other_contents_of_a_node_are_reported_too(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_contents_of_a_node_are_reported_too(host: NodeHost, capsys: Capture) -> None:
     """No setting differs if the cluster's CA is rotated in the same file, or the host is renamed."""
     assert run(host) == 0
     ca = host.read(CA_FILE)
@@ -328,7 +322,7 @@ def test_other_contents_of_a_node_are_reported_too(host: NodeHost, capsys: pytes
     assert "other settings" not in capsys.readouterr().err, "what cannot be known is not reported"
 
 
-def test_swap_that_is_to_be_kept_from_now_on(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_swap_that_is_to_be_kept_from_now_on(host: NodeHost, capsys: Capture) -> None:
     """The kubelet was made to refuse it, and no boot of the host turns it on."""
     kept = {"swap": "keep"}
     assert run(host) == 0
@@ -354,9 +348,7 @@ def test_swap_that_is_to_be_kept_from_now_on(host: NodeHost, capsys: pytest.Capt
     assert not host.exists(AS_FOUND[0])
 
 
-def test_a_renamed_table_makes_no_second_machine_of_the_same_node(
-    host: NodeHost, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_renamed_table_makes_no_second_machine_of_the_same_node(host: NodeHost, capsys: Capture) -> None:
     """The first machine runs on, and starts at each boot: its kubelet has the same name, and needs the same ports."""
     agent = node_reconciler(host)
     assert run(host) == 0
@@ -380,7 +372,7 @@ def test_a_renamed_table_makes_no_second_machine_of_the_same_node(
     assert not Provisioner(agent.config, host, host.network, ask=host.ask).work(("new",), agent.preview()[0]).failed
 
 
-def test_another_network_needs_a_rebuild(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_network_needs_a_rebuild(host: NodeHost, capsys: Capture) -> None:
     """The machine asks for an address, and its kubelet has the host's or none, by files in its root."""
     assert run(host) == 0
     agent = node_reconciler(host)
@@ -442,7 +434,7 @@ def test_the_next_up_ends_in_the_same_state(undisturbed: dict[str, bytes], host:
 # ---- reset
 
 
-def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: Capture) -> None:
     before, network = tree(host), host.network.now
     assert run(host) == 0
     assert undo(host) == 0
@@ -517,7 +509,7 @@ DATA = f"{machine_root(MACHINE)}/srv/data"
 
 
 def test_reset_removes_nothing_while_something_is_mounted_in_the_machine(
-    host: NodeHost, mounted: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+    host: NodeHost, mounted: Callable[[str], None], capsys: Capture
 ) -> None:
     """A bind mount of the same file system lost its data. The machine runs on."""
     run(host)
@@ -531,7 +523,7 @@ def test_reset_removes_nothing_while_something_is_mounted_in_the_machine(
 
 
 def test_a_rebuild_removes_nothing_while_something_is_mounted_in_the_machine(
-    host: NodeHost, mounted: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+    host: NodeHost, mounted: Callable[[str], None], capsys: Capture
 ) -> None:
     run(host)
     mounted(DATA)
@@ -609,7 +601,7 @@ def test_only_root_may_read_what_was_recorded(host: NodeHost) -> None:
     )
 
 
-def test_reset_of_a_masked_machine(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reset_of_a_masked_machine(host: NodeHost, capsys: Capture) -> None:
     """systemd ignores a masked unit that it should disable, and succeeds. Whoever masked it may want it to stay so."""
     mask = f"/etc/systemd/system/{UNITS[0]}"
     before = tree(host)
@@ -622,9 +614,7 @@ def test_reset_of_a_masked_machine(host: NodeHost, capsys: pytest.CaptureFixture
     assert f"note: {UNITS[0]} is still masked: `systemctl unmask {UNITS[0]}`" in capsys.readouterr().err
 
 
-def test_what_still_differs_after_a_reset_is_told_and_the_record_stays(
-    host: NodeHost, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_still_differs_after_a_reset_is_told_and_the_record_stays(host: NodeHost, capsys: Capture) -> None:
     """Another reset can then restore it."""
 
     def enable_again(argv: tuple[str, ...]) -> None:
@@ -671,9 +661,7 @@ def test_reset_of_what_is_no_machines_name(host: NodeHost, name: str) -> None:
     assert "remove" not in str(caught.value)
 
 
-def test_reset_ends_even_if_a_swap_or_parameter_no_longer_exists(
-    host: NodeHost, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reset_ends_even_if_a_swap_or_parameter_no_longer_exists(host: NodeHost, capsys: Capture) -> None:
     """A swap file that was removed, for example, and a parameter that a newer kernel lacks."""
     host.file("/proc/sys/vm/old", "7\n")
     assert run(host, host={"sysctls": {"vm.old": "8"}}) == 0
@@ -699,7 +687,7 @@ def test_reset_leaves_swap_alone_that_up_never_turned_off(host: NodeHost) -> Non
     assert not host.exists(AS_FOUND[0])
 
 
-def test_reset_of_one_of_two_nodes_keeps_the_hosts_settings(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reset_of_one_of_two_nodes_keeps_the_hosts_settings(host: NodeHost, capsys: Capture) -> None:
     assert run(host) == 0
     host.write(node_record("other"), host.read(node_record(MACHINE)))
     assert undo(host) == 0
@@ -708,7 +696,7 @@ def test_reset_of_one_of_two_nodes_keeps_the_hosts_settings(host: NodeHost, caps
     assert host.exists(AS_FOUND[0])
 
 
-def test_reset_keeps_what_others_added_and_says_so(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reset_keeps_what_others_added_and_says_so(host: NodeHost, capsys: Capture) -> None:
     assert run(host) == 0
     foreign = Link("wg0", "wireguard")
     host.network.now = type(host.network.now)((*host.network.now.links, foreign), (), host.network.now.rules)

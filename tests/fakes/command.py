@@ -1,9 +1,15 @@
 """Runs a command on a simulated host, as its command line would."""
 
 from importlib import import_module
+from typing import TypeAlias
+
+import pytest
 
 from agent.cli.parser import find_command, make_parser
 from agent.host.reconcile import Reconciler
+
+Capture: TypeAlias = pytest.CaptureFixture[str]
+"""What commands print."""
 
 
 def command(agent: Reconciler, line: str, *more: str, **services: object) -> int:

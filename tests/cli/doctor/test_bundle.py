@@ -13,7 +13,7 @@ from agent.cli.doctor import bundle
 from agent.cli.doctor.bundle import REMOVED, redacted
 from agent.model.paths import CONFIG_FILE
 from agent.system.process import Completed
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda
@@ -59,7 +59,7 @@ def written(host: Host) -> dict[str, str]:
         return {name.removeprefix("unbounded-agent/"): file.read().decode() for name, file in files.items() if file}
 
 
-def test_what_is_in_it(seeded: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_in_it(seeded: Host, capsys: Capture) -> None:
     files = written(seeded)
     assert {"version.txt", "doctor.txt", "plan.txt", f"machines/{MACHINE}/kubelet.log", f"files{CONFIG_FILE}"} <= set(
         files

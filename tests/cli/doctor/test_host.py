@@ -14,7 +14,7 @@ from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.model.facts import GpuFault, PciDevice
 from agent.model.paths import SERVICE_STATE, STATE
 from agent.vendors.host_vendor import Finding
-from tests.fakes.command import command
+from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda
@@ -113,9 +113,7 @@ def test_a_kernel_for_which_the_driver_was_not_built(sound: Host) -> None:
     assert finding.fix[0] == f"apt install linux-headers-{KERNEL} && dkms autoinstall -k {KERNEL}"
 
 
-def test_an_invalid_configuration_comes_first_and_the_rest_is_diagnosed(
-    sound: Host, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_configuration_comes_first_and_the_rest_is_diagnosed(sound: Host, capsys: Capture) -> None:
     sound.file("/proc/sys/kernel/panic", "0\n")
     agent = reconciler(sound)
     agent.rejected = "/etc/unbounded-agent/config.toml: machines.a.gpu: unknown key\nspeed: unknown key"
@@ -152,7 +150,7 @@ def test_a_full_disk(sound: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_what_was_refused_is_a_note_and_no_fault(sound: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_refused_is_a_note_and_no_fault(sound: Host, capsys: Capture) -> None:
     sound.file(f"/var/lib/machines/{MACHINE}.nspawn", "[Exec]\n")
     sound.file(f"/etc/systemd/nspawn/{MACHINE}.nspawn", "[Exec]\n")
     report = examine(reconciler(sound))
