@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from agent import __version__
 from agent.machine import foreign_specs
-from agent.machine.containerd import adapt_to_containerd, containerd_state
+from agent.machine.containerd import adapt_to_containerd, program_identity
 from agent.machine.devices import live_numbers
 from agent.machine.foreign_specs import Foreign, OwnSpec
 from agent.machine.notes import Context, Failure, in_words, record_repair, remove_remains
@@ -217,7 +217,7 @@ def _publish(context: Context, vendor: MachineVendor, spec: _Spec, foreign: Fore
     identities = {path: system.identity(path) for path in files if path and system.is_file(path)}
     present = [path for path in optional if system.exists(path)]
     # The versions of the agent and of containerd decide what the specification may contain.
-    inputs = json_digest([__version__, asked, identities, live, present, containerd_state(context)])
+    inputs = json_digest([__version__, asked, identities, live, present, program_identity(system)])
     current, noted = _current(system, spec, live), notes.load(f"spec-{spec.name}")
     if noted.get("inputs") == inputs:
         if current and time.monotonic() < noted.get("until", 0.0):
@@ -345,18 +345,19 @@ def _generated(context: Context, spec: _Spec, live: Mapping[str, DeviceNumber]) 
     """
     system, directory = context.system, spec_directory(spec.name)
     system.make_directory(directory)
-    for path in (f"{directory}/{name}" for name in system.entries(directory)):
-        # A generator would follow a link, and hang on a FIFO. Regular files stay: a generator that was started early
-        # may be writing one.
-        if system.read_link(path) is not None or not system.is_file(path):
-            system.remove_tree(path)
     try:
+        # A generator would follow a link, and hang on a FIFO.
+        _empty(system, directory)
         made = spec.generate(directory, live)
     finally:
-        for name in system.entries(directory):
-            system.remove_tree(f"{directory}/{name}")
+        _empty(system, directory)
     document, adapted = adapt_to_containerd(context, normalised(made.spec))
     return document, made._replace(remarks=(*made.remarks, *adapted))
+
+
+def _empty(system: System, directory: str) -> None:
+    for name in system.entries(directory):
+        system.remove_tree(f"{directory}/{name}")
 
 
 def _kept(context: Context, spec: _Spec, current: _Candidate | None, reason: Reason, message: str) -> Published:

@@ -57,9 +57,6 @@ found."""
 LOADED = "containerd-loaded"
 """Name of the note about the last containerd process that was known to run with its current configuration: when it
 started, and a digest of the configuration."""
-REPLACED = "containerd-replaced"
-"""Name of the note about a running containerd whose program file was replaced by one that accepts other CDI
-specifications: the path of the running program in /proc, and that program's identity."""
 VERSION_NOTE = "containerd-version"
 
 # Whether containerd runs.
@@ -89,9 +86,10 @@ def check_active(context: Context, configured: Condition) -> Condition:
     system, notes = context.system, context.notes
     changed = notes.load(CHANGED)
     try:
-        unit = unit_properties(system)
+        output = system.run("systemctl", "show", f"--property={PROPERTIES}", UNIT)
     except CommandError as error:
         return unknown(ACTIVE, Reason.NO_ANSWER, f"cannot tell whether containerd runs: {error}")
+    unit = {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
     # This time and the noted one are of CLOCK_MONOTONIC, which cannot be set, and which machine and host share.
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
     if unit.get("LoadState") == "not-found":
@@ -192,12 +190,6 @@ def argument(command_line: bytes, name: str) -> str:
             if option := OPTIONS[name].fullmatch(each):
                 value = following if option[1] is None else option[1]
     return value
-
-
-def unit_properties(system: System) -> dict[str, str]:
-    """Return PROPERTIES of containerd's unit, by name. Raises CommandError."""
-    output = system.run("systemctl", "show", f"--property={PROPERTIES}", UNIT)
-    return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
 
 
 # containerd's files.
@@ -776,13 +768,10 @@ def containerd_version(context: Context, program: str) -> tuple[int, ...]:
     return version
 
 
-def containerd_state(context: Context) -> list[object]:
-    """Return all that the result of `adapt_to_containerd` depends on, as JSON data. Starts no program."""
-    system = context.system
-    program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
-    # While a process runs whose program file was replaced, specifications must suit the old program.
-    ended = bool(noted) and _identity(system, str(noted.get("running"))) != noted.get("identity")
-    return [program and _identity(system, program), ended]
+def program_identity(system: System) -> list[object] | None:
+    """Return the identity of containerd's program, on which the result of `adapt_to_containerd` depends."""
+    program = system.find_program("containerd")
+    return list(system.identity(program)) if program and system.is_file(program) else None
 
 
 def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[str, ...]]:
@@ -790,46 +779,13 @@ def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[s
 
     Raises CommandError or OSError.
     """
-    groupless = without_groups(spec)
-    if groupless == spec or not (version := _version_without_groups(context)):
+    groupless, program = without_groups(spec), context.system.find_program("containerd")
+    if groupless == spec or not program or not context.system.is_file(program):
         return spec, ()
-    return groupless, (
-        f"containerd {version} does not support additionalGids (added in {dotted(GROUPS_SINCE)}), so they are left "
-        "out: containers that do not run as root need the groups of their device nodes as supplementalGroups",
-    )
-
-
-def _version_without_groups(context: Context) -> str:
-    """Return the version of a containerd in this machine that does not support additionalGids; empty if there is none.
-
-    A specification must suit both the program on disk and a running containerd whose program has been replaced. If the
-    version is the running containerd's, advice to restart it follows the version, and the process is noted, because the
-    result changes when it exits.
-    """
-    system = context.system
-    program = system.find_program("containerd")
-    if program is None or not system.is_file(program):
-        return ""
     # A custom build may report no version; RuntimeConfigured says so.
     with contextlib.suppress(DocumentError):
         if (version := containerd_version(context, program)) < GROUPS_SINCE:
-            return dotted(version)
-    # This link leads to the running program, even if its file was removed (proc(5)). The process may be another
-    # program, such as a shell that waits for containerd. That must not be run.
-    running = f"/proc/{unit_properties(system).get('MainPID', '0')}/exe"
-    identity = _identity(system, running)
-    named = posixpath.basename(system.read_link(running) or "").startswith("containerd")
-    if identity not in (None, _identity(system, program)) and named:
-        with contextlib.suppress(DocumentError):
-            if (version := parse_version(system.run(running, "--version"))) < GROUPS_SINCE:
-                context.notes.save(REPLACED, {"running": running, "identity": identity})
-                return f"{dotted(version)} (it is still running: restart {UNIT})"
-    return ""
-
-
-def _identity(system: System, path: str) -> list[object] | None:
-    try:
-        return list(system.identity(path))
-    except OSError:
-        # For a process that has just exited, the kernel may return EACCES.
-        return None
+            since = f"containerd {dotted(version)} does not support additionalGids (added in {dotted(GROUPS_SINCE)})"
+            advice = "containers that do not run as root need the groups of their device nodes as supplementalGroups"
+            return groupless, (f"{since}, so they are left out: {advice}",)
+    return spec, ()

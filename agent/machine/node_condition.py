@@ -117,12 +117,13 @@ def run(system: System) -> None:
 
     Raises OSError if the result cannot be noted.
     """
-    notes, noted = Notes(system), {}
+    notes, noted = Notes(system), dict[str, Any]()
     # If the note cannot be read, the condition is set again.
     with contextlib.suppress(OSError):
         noted = notes.load(NOTE)
-    applied, ages = _last_applied(noted), ages_in(noted.get("ages", {}))
-    kubelet = Kubelet(system, _known_service(noted))
+    applied = Applied(**noted["applied"]) if noted.get("applied") else None
+    kubelet = Kubelet(system, Process(**noted["service"]) if noted.get("service") else None)
+    ages = ages_in(noted.get("ages", {}))
     try:
         if system.exists(HOST_STATUS):
             applied, outcome = _set_condition(system, kubelet, applied, ages)
@@ -130,13 +131,11 @@ def run(system: System) -> None:
             applied, outcome = _remove_condition(system, kubelet, applied)
     except (AgentError, OSError) as error:
         outcome = false(KIND, Reason.FAILED, str(error))
-    logged = say_changes(noted.get("told", {}), (outcome,))
-    service = kubelet.service._asdict() if kubelet.service else None
     kept = {
         "applied": applied._asdict() if applied else None,
-        "told": logged,
+        "told": say_changes(noted.get("told", {}), (outcome,)),
         "ages": ages.observations,
-        "service": service,
+        "service": kubelet.service._asdict() if kubelet.service else None,
     }
     last_run = {"ran_at": time.monotonic(), "status": outcome.status, "reason": outcome.reason}
     notes.save(NOTE, {**kept, **last_run, "message": outcome.message})
@@ -149,7 +148,17 @@ def _set_condition(
 
     Return the condition that the agent last set on this Node (None if none is noted), and NodeConditionSet.
     """
-    wanted, problem = _wanted(system, ages)
+    problem = None
+    try:
+        host_status = parse_host_status(system.read(HOST_STATUS))
+        wanted = host_status.ready
+        if ages.of(HOST_STATUS, host_status.evaluated) > SILENT_AFTER:
+            message = f"the host half has evaluated nothing since {rfc3339(host_status.evaluated)}: see "
+            message += "`systemctl status unbounded-agent` on the host"
+            wanted = unknown(ConditionType.READY, Reason.AGENT_SILENT, message)
+    except (DocumentError, OSError) as error:
+        problem = false(KIND, Reason.BAD_DOCUMENT, f"{HOST_STATUS}: {error}")
+        wanted = unknown(ConditionType.READY, Reason.BAD_DOCUMENT, str(error))
     identity = kubelet.find(KIND)
     if isinstance(identity, Condition):
         return applied, identity
@@ -157,58 +166,38 @@ def _set_condition(
         applied = None
     target = _target(identity, wanted, applied, time.time())
     if target != applied:
-        failure = _claim_and_set(system, identity, target)
+        if _recorded_node(system) != identity.node:
+            # The Node is recorded before its condition is first set, and on disk: the condition outlives a machine's
+            # boot.
+            system.write(NODE_CONDITION_MARK, f"{identity.node}\n".encode(), 0o600)
+        condition = {
+            "type": TYPE,
+            "status": target.status,
+            "reason": target.reason,
+            "message": target.message,
+            "lastHeartbeatTime": rfc3339(target.heartbeat),
+            "lastTransitionTime": rfc3339(target.transition),
+        }
+        failure = change_condition(system, identity, condition)
         if failure and failure.reason == Reason.NODE_NOT_REGISTERED and applied:
-            return applied, false(KIND, Reason.NODE_DELETED, f"node {identity.node} was deleted: {RESTART}")
+            failure = false(KIND, Reason.NODE_DELETED, f"node {identity.node} was deleted: {RESTART}")
         if failure:
             return applied, failure
     done = true(KIND, Reason.SET, f"condition {TYPE} of node {identity.node} is {wanted.status} {wanted.reason}")
     return target, problem or done
 
 
-def _wanted(system: System, ages: Ages) -> tuple[Condition, Condition | None]:
-    """Return Ready for the Node, and what NodeConditionSet says if the host status cannot be read (otherwise None).
-
-    Ready is Unknown if the host status cannot be read or is too old.
-    """
-    try:
-        host_status = parse_host_status(system.read(HOST_STATUS))
-    except (DocumentError, OSError) as error:
-        unreadable = false(KIND, Reason.BAD_DOCUMENT, f"{HOST_STATUS}: {error}")
-        return unknown(ConditionType.READY, Reason.BAD_DOCUMENT, str(error)), unreadable
-    if ages.of(HOST_STATUS, host_status.evaluated) > SILENT_AFTER:
-        message = f"the host half has evaluated nothing since {rfc3339(host_status.evaluated)}: see "
-        message += "`systemctl status unbounded-agent` on the host"
-        return unknown(ConditionType.READY, Reason.AGENT_SILENT, message), None
-    return host_status.ready, None
-
-
 def _target(identity: Identity, wanted: Condition, applied: Applied | None, now: float) -> Applied:
     """Return the condition that the Node should have; `applied` itself if it is the same and no heartbeat is due."""
-    same_status = applied is not None and applied.status == wanted.status
     # For the first condition that is set, the time of the transition is the host half's. For later transitions, such as
     # to Unknown, it is the time of the run that sets the condition.
-    transition = applied.transition if applied and same_status else (now if applied else wanted.last_transition or now)
+    transition = now if applied else wanted.last_transition or now
+    if applied and applied.status == wanted.status:
+        transition = applied.transition
     new = Applied(identity.node, wanted.status, wanted.reason, wanted.message, transition, now)
     if applied and new._replace(heartbeat=applied.heartbeat) == applied and 0 <= now - applied.heartbeat < HEARTBEAT:
         return applied
     return new
-
-
-def _claim_and_set(system: System, identity: Identity, target: Applied) -> Condition | None:
-    """Set the condition on the Node. Return None, or NodeConditionSet with the reason why that failed."""
-    if _recorded_node(system) != identity.node:
-        # The Node is recorded before its condition is first set, and on disk: the condition outlives a machine's boot.
-        system.write(NODE_CONDITION_MARK, f"{identity.node}\n".encode(), 0o600)
-    condition = {
-        "type": TYPE,
-        "status": target.status,
-        "reason": target.reason,
-        "message": target.message,
-        "lastHeartbeatTime": rfc3339(target.heartbeat),
-        "lastTransitionTime": rfc3339(target.transition),
-    }
-    return change_condition(system, identity, condition)
 
 
 def _remove_condition(system: System, kubelet: Kubelet, applied: Applied | None) -> tuple[Applied | None, Condition]:
@@ -242,14 +231,6 @@ def _recorded_node(system: System) -> str | None:
         return system.read_text(NODE_CONDITION_MARK).strip()
     except FileNotFoundError:
         return None
-
-
-def _last_applied(noted: dict[str, Any]) -> Applied | None:
-    return Applied(**applied) if (applied := noted.get("applied")) else None
-
-
-def _known_service(noted: dict[str, Any]) -> Process | None:
-    return Process(**service) if (service := noted.get("service")) else None
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ from agent.model.paths import (
 from agent.model.text import json_digest, one_line
 from agent.system.files import System
 from agent.system.journal import ERROR, INFO, WARNING, say, say_changes
-from agent.system.process import Runner
+from agent.system.process import host_runner
 from agent.vendors.machine_vendor import MachineVendor
 
 HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
@@ -77,14 +77,14 @@ class Outcome(NamedTuple):
     """What the GPUs say of their registration with the fabric."""
 
 
-def main(runner: Runner) -> int:
-    """Run the machine half, log errors, and return the exit code.
+def main() -> int:
+    """Run the machine half, log errors, and return the exit code, which unbounded-agent-gpu.service passes on.
 
     The code is 1 if an error kept a report from being written, or containerd from being restarted; otherwise 0. A
     missing handoff is not an error.
     """
     try:
-        return run(System(runner))
+        return run(System(host_runner))
     except (AgentError, OSError) as error:
         say(ERROR, str(error))
         return 1
@@ -277,7 +277,6 @@ def _settle_request(context: Context, request: Request) -> Outcome:
         message = f"the image's agent does not support vendor {request.vendor}: update it to the host agent's release"
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR, message),))
     opened = InBackground(lambda: attempt(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request)))
-    # The generator may be running already (agent.machine.prefetch), so steps that do not need its result come first.
     configured = attempt(
         ConditionType.RUNTIME_CONFIGURED, lambda: containerd.configure_runtime(context, vendor, request)
     )

@@ -87,7 +87,6 @@ CDI_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
 """Where container runtimes look for CDI specifications. The last one takes precedence (cdi.DefaultSpecDirs)."""
 HANDOFF_NAME = "handoff.json"
 HANDOFF_VERSION = 1
-"""It is here for agent.machine.prefetch, which loads little."""
 CONDITIONS_NAME = "conditions.json"
 REPORT_NAME = "report.json"
 TOKEN_NAME = "bootstrap-token"

@@ -31,8 +31,7 @@ ROOMS: Mapping[str, Order] = {
         ("foreign_specs", "node_condition"),
         "cdi",
         "kubelet",
-        ("run", "prefetch"),
-        "__main__",
+        "run",
     ),
 }
 """The order of rooms within each half."""
@@ -51,7 +50,7 @@ IMPURE_CALLS = re.compile(r"open|print|input|exec|eval|logging\..*")
 
 VENDOR_NAME = re.compile(r"nvidia|intel|amd(?!64)", re.IGNORECASE)
 VENDOR_IMPORT = re.compile(r"agent\.vendors\.(?:amd|drm|intel|nvidia|other_devices)\.")
-VENDOR_LISTS = {"host/vendors.py", "machine/vendors.py", "machine/prefetch.py", "dra/inventory.py"}
+VENDOR_LISTS = {"host/vendors.py", "machine/vendors.py", "dra/inventory.py"}
 """The lists of vendors; nothing else imports one."""
 ALLOWED_NAMES = {
     # Where every vendor's driver roots are, on the host and in the machine: fixed paths that nodes depend on.

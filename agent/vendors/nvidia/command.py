@@ -1,7 +1,4 @@
-"""Returns the nvidia-ctk command that generates a CDI specification. Pure.
-
-This module imports little, because the command starts before the other modules are loaded (agent.machine.prefetch).
-"""
+"""Returns the nvidia-ctk command that generates a CDI specification. Pure."""
 
 from collections.abc import Iterable
 

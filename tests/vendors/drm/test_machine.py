@@ -173,65 +173,6 @@ def test_a_containerd_without_support_for_groups_gets_none(machine: Machine, ver
     assert "additionalGids" not in machine.message("CDISpecCurrent")
 
 
-def replace_containerd(machine: Machine, before: str, after: str) -> None:
-    """Replace the program file while process 77 still runs the old one, which then has no name."""
-    (machine.tree / "usr/bin/containerd").rename(machine.tree / "usr/bin/containerd (deleted)")
-    machine.put("/usr/bin/containerd", "another build")
-    machine.link("/proc/77/exe", "/usr/bin/containerd (deleted)")
-    machine.program("exe", lambda argv: machine_root.containerd(machine, argv, before))
-    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, after))
-    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000, main_process=77))
-
-
-def test_a_running_containerd_whose_program_was_replaced_counts(machine: Machine) -> None:
-    """A package's upgrade does not stop the running containerd, which would skip a specification for the new one."""
-    settled(machine)
-    replace_containerd(machine, "v1.7.12", "v1.7.24")
-    run(machine)
-    assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    running = "containerd 1.7.12 (it is still running: restart containerd.service)"
-    why = f"{running} does not support additionalGids (added in 1.7.16)"
-    assert why in machine.message("CDISpecCurrent")
-    run_changes_nothing(machine)
-    machine.drop("/proc/77/exe")
-    machine.link("/proc/78/exe", "/usr/bin/containerd")
-    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000, main_process=78))
-    run(machine)
-    assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
-    assert "additionalGids" not in machine.message("CDISpecCurrent")
-    run_changes_nothing(machine)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [("v1.7.24", "v1.7.12"), ("v1.7.12", "v1.7.13"), ("v1.7.12", "devel"), ("v1.7.12", "v1.7.12")]
-)
-def test_both_the_running_containerd_and_its_successor_are_served(machine: Machine, before: str, after: str) -> None:
-    """The successor may accept less than the running one: it may be an administrator's own build."""
-    settled(machine)
-    replace_containerd(machine, before, after)
-    run(machine)
-    assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
-
-
-@pytest.mark.parametrize("what", ["new", "own build", "a shell", "the same", "ended"])
-def test_a_running_process_of_unknown_version_does_not_remove_groups(machine: Machine, what: str) -> None:
-    settled(machine)
-    replace_containerd(machine, {"new": "v1.7.16", "own build": "devel"}.get(what, "v1.7.12"), "v1.7.24")
-    if what == "a shell":
-        machine.put("/usr/bin/dash")
-        machine.link("/proc/77/exe", "/usr/bin/dash")
-    if what == "the same":
-        machine.link("/proc/77/exe", "/usr/bin/containerd")
-    if what == "ended":
-        machine.drop("/proc/77/exe")
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
-    version_call = [call for call in machine.calls if call[0].startswith("/proc/")]
-    assert version_call == ([("/proc/77/exe", "--version")] if what in ("new", "own build") else [])
-
-
 def test_containerds_version_is_read_once(machine: Machine) -> None:
     """containerd is not run again in later steps, nor in runs that make another specification."""
     settled(machine)
