@@ -34,7 +34,7 @@ from agent.model.conditions import Condition, ConditionType, Reason, Status, unk
 from agent.model.contract import render_gpu_states
 from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Broken, Facts, LiveSettings, Report
-from agent.model.goal import Cleanup, Done, Fault, RemoveStaleStaging, fault
+from agent.model.goal import Cleanup, Done, Fault, RemoveDriverRoot, RemoveStaleStaging, fault
 from agent.model.handoff import DRA, Repair
 from agent.model.paths import (
     HOST_NVIDIA,
@@ -155,23 +155,13 @@ class Outcome(Struct, frozen=True):
         return tuple(each for each in self.failures if self.concerned.get(each) in may_concern)
 
 
-CLEANUP_INTERVAL = 600.0
-"""Seconds between a failed attempt to remove a driver root and the next one. An attempt may take a minute."""
-STAGING_CLEANUP_INTERVAL = 60.0
-"""Seconds between a failed attempt to remove other leftovers and the next one. An attempt takes at most a second."""
+CLEANUP_INTERVALS: Mapping[type[Cleanup], float] = {RemoveDriverRoot: 600.0, RemoveStaleStaging: 60.0}
+"""Seconds between a failed attempt at a removal and the next one. An attempt may take a minute, and a second."""
 SYSTEMD_MINIMUM = 252
 """Debian 12's version, the oldest tested."""
 
 
 T = TypeVar("T")
-
-
-class FailedCleanup(Struct, frozen=True):
-    """A removal that failed."""
-
-    tried: float
-    """The time of the last attempt, by CLOCK_MONOTONIC."""
-    why: str
 
 
 class Reconciler(Struct):
@@ -193,7 +183,8 @@ class Reconciler(Struct):
     wait_until: float = math.inf
     """The time, by CLOCK_MONOTONIC, after which a pass no longer waits until another process's pass ends."""
     memory: Memory = field(default_factory=Memory)
-    failed_cleanups: dict[Cleanup, FailedCleanup] = field(default_factory=dict)
+    failed_cleanups: dict[Cleanup, tuple[float, str]] = field(default_factory=dict)
+    """Removals that failed: when they are tried again, by CLOCK_MONOTONIC, and why they failed."""
     logged_faults: tuple[str, ...] = ()
     """The faults of the last pass, one sentence each. Their tracebacks are in the log already."""
 
@@ -294,7 +285,7 @@ class Reconciler(Struct):
             failures += remove_used_tokens(nodes, self.system)
             if applied.done or applied.failures or not published:
                 failures += self._publish_documents(facts, planned, with_state)
-        problems, faults = tuple(each.why for each in self.failed_cleanups.values()), self._log_faults(machines)
+        problems, faults = tuple(why for _, why in self.failed_cleanups.values()), self._log_faults(machines)
         return Outcome(
             facts=replace(facts, problems=(*facts.problems, *problems)),
             machines=machines,
@@ -394,14 +385,16 @@ class Reconciler(Struct):
                 concerned |= {failures[-1]: directories[directory]} if directory in directories else {}
         mark_starts(facts.machines, self.system)
         now = time.monotonic()
-        old_failures = [(action, each) for action, each in self.failed_cleanups.items() if action in difference.actions]
-        postponed = {action: each for action, each in old_failures if now - each.tried < _retry_after(action)}
+        postponed = {
+            action: (again, why)
+            for action, (again, why) in self.failed_cleanups.items()
+            if action in difference.actions and now < again
+        }
         # Search a tuple: a search in the dict would hash each action, and actions of some types cannot be hashed.
         due = [action for action in difference.actions if action not in tuple(postponed)]
         applied = apply(due, self.system, self.progress)
-        self.failed_cleanups = postponed | {
-            action: FailedCleanup(now, why) for action, why in applied.failed_cleanups.items()
-        }
+        failed = {each: (now + CLEANUP_INTERVALS[type(each)], why) for each, why in applied.failed_cleanups.items()}
+        self.failed_cleanups = postponed | failed
         return replace(applied, failures=(*failures, *applied.failures), concerned=concerned | applied.concerned)
 
 
@@ -430,8 +423,3 @@ def _outcome(case: Case, difference: Difference) -> MachineOutcome:
         reported=case.now - machine.report_age if report else 0.0,
         start_settings=goal.live if written and not settings_pending(goal, difference) else None,
     )
-
-
-def _retry_after(action: Cleanup) -> float:
-    """Return the seconds between a failed attempt at this removal and the next attempt."""
-    return STAGING_CLEANUP_INTERVAL if isinstance(action, RemoveStaleStaging) else CLEANUP_INTERVAL

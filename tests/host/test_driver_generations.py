@@ -15,7 +15,7 @@ from agent.config.settings import Config, MachineSettings
 from agent.host.plan.diff import diff
 from agent.host.plan.driver_roots import collect
 from agent.host.plan.goal import plan
-from agent.host.reconcile import CLEANUP_INTERVAL, STAGING_CLEANUP_INTERVAL
+from agent.host.reconcile import CLEANUP_INTERVALS
 from agent.host.state.records import parse_handed
 from agent.model.conditions import ConditionType
 from agent.model.facts import Absent, Broken, Facts, Library, Remembered, Seen, StagedRoot, Unseen, UserSpace
@@ -447,7 +447,7 @@ def test_a_failed_removal_is_a_problem_but_not_a_failure(host: Host) -> None:
     # Another process's pass does not know of the failure; nor does this one when the time is over.
     host.runner.clearing_fails = False
     agent.failed_cleanups = {
-        action: replace(each, tried=each.tried - CLEANUP_INTERVAL) for action, each in agent.failed_cleanups.items()
+        each: (again - CLEANUP_INTERVALS[type(each)], why) for each, (again, why) in agent.failed_cleanups.items()
     }
     assert agent.reconcile().facts.all_problems() == ()
     assert not host.exists(f"{TREES}/0")
@@ -468,8 +468,7 @@ def test_attack_a_tree_in_the_way_holds_up_no_pass_for_long(host: Host) -> None:
         assert host.runner.clearing_seconds <= 1.0
         assert len(list(Path(f"{host.root}{REMOVED}").rglob("[0-9]"))) == left
         agent.failed_cleanups = {
-            action: replace(each, tried=each.tried - STAGING_CLEANUP_INTERVAL)
-            for action, each in agent.failed_cleanups.items()
+            each: (again - CLEANUP_INTERVALS[type(each)], why) for each, (again, why) in agent.failed_cleanups.items()
         }
     agent.reconcile()
     assert host.entries(REMOVED) == ()

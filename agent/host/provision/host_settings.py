@@ -99,14 +99,13 @@ def _is_ours(content: bytes) -> bool:
     return not content or content.startswith(MARK)
 
 
-def host_changes(goal: HostSettings, state: HostState) -> tuple[str, ...]:
-    """Return in words what has to be changed."""
-    values = ((name, state.sysctls.get(name), value) for name, value in sorted(goal.sysctls.items()))
+def differs(goal: HostSettings, state: HostState) -> bool:
+    """Return whether anything has to be changed."""
     return (
-        *(f"load kernel module {module}" for module in goal.modules if not state.modules.get(module)),
-        *(f"write {file.path}" for file in goal.files if _needs_writing(file, state)),
-        *(f"set {name} to {value} (now {now})" for name, now, value in values if not _same_value(now, value)),
-        *(f"turn off swap on {swap.path}" for swap in state.swaps if goal.swap_off),
+        not all(state.modules.get(module) for module in goal.modules)
+        or any(_needs_writing(file, state) for file in goal.files)
+        or not all(_same_value(state.sysctls.get(name), value) for name, value in goal.sysctls.items())
+        or (goal.swap_off and bool(state.swaps))
     )
 
 
