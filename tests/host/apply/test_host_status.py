@@ -25,12 +25,7 @@ def published(host: Host) -> HostStatus:
     return parse_host_status(host.read(FILE))
 
 
-def test_nothing_is_published_by_default(gpu_host: Host) -> None:
-    reconciler(gpu_host).reconcile()
-    assert not gpu_host.exists(FILE)
-
-
-def test_each_pass_publishes_the_host_status_next_to_the_handoff(gpu_host: Host) -> None:
+def test_each_pass_publishes_the_host_status_next_to_the_handoff_if_it_is_configured(gpu_host: Host) -> None:
     outcome = reconciler(gpu_host, node_condition=True).reconcile()
     assert published(gpu_host).ready == outcome.machines[0].conditions[-1]
     assert abs(published(gpu_host).evaluated - time.time()) < 60
@@ -39,11 +34,6 @@ def test_each_pass_publishes_the_host_status_next_to_the_handoff(gpu_host: Host)
     outcome = reconciler(gpu_host, node_condition=True).reconcile()
     assert published(gpu_host).ready == outcome.machines[0].conditions[-1]
     assert gpu_host.read(handoff_file(MACHINE)) == handoff, "it is no part of the handoff"
-
-
-def test_the_host_status_is_removed(gpu_host: Host) -> None:
-    reconciler(gpu_host, node_condition=True).reconcile()
-    assert gpu_host.exists(FILE)
     reconciler(gpu_host).reconcile()
     assert not gpu_host.exists(FILE)
 
@@ -147,18 +137,16 @@ def test_a_machine_without_gpus_gets_no_directory_for_the_status(host: Host) -> 
     assert not host.exists(f"{STATE}/machines")
 
 
-@pytest.mark.parametrize(
-    ("kind", "key"),
-    [
-        (ConditionType.NODE_CONDITION_SET, "node_condition"),
-        (ConditionType.VALIDATION_MARKERS_SET, "validation_markers"),
-    ],
-)
-def test_the_condition_of_a_machine_without_the_setting(gpu_host: Host, kind: ConditionType, key: str) -> None:
-    """The condition is not applicable, whatever the machine is."""
+def test_the_conditions_of_a_machine_without_the_settings(gpu_host: Host) -> None:
+    """They are not applicable, whatever the machine is."""
     reconciler(gpu_host).reconcile()
     units(gpu_host, "active")
-    plain = {each.type: each for each in reconciler(gpu_host).reconcile().machines[0].conditions}
-    configured = {each.type: each for each in reconciler(gpu_host, **{key: True}).reconcile().machines[0].conditions}
-    assert (plain[kind].status, plain[kind].reason) == (Status.TRUE, "NotApplicable")
-    assert (configured[kind].status, configured[kind].reason) == (Status.UNKNOWN, "NoReport")
+    kinds = {
+        ConditionType.NODE_CONDITION_SET: "node_condition",
+        ConditionType.VALIDATION_MARKERS_SET: "validation_markers",
+    }
+    plain = reconciler(gpu_host).reconcile().machines[0]
+    configured = reconciler(gpu_host, **dict.fromkeys(kinds.values(), True)).reconcile().machines[0]
+    for kind in kinds:
+        assert (plain.condition(kind).status, plain.condition(kind).reason) == (Status.TRUE, "NotApplicable")
+        assert (configured.condition(kind).status, configured.condition(kind).reason) == (Status.UNKNOWN, "NoReport")

@@ -101,15 +101,11 @@ def test_mounting_reloads_no_units(host: Host) -> None:
     assert ("systemctl", "daemon-reload") not in host.runner.calls[before:]
 
 
-def test_after_a_boot_driver_roots_are_mounted_without_a_pass(host: Host) -> None:
+def test_a_boot_or_the_next_pass_mounts_an_unmounted_driver_root(host: Host) -> None:
     reconciler(host).reconcile()
     host.bus.mounts.boot()
-    assert ROOT in host.bus.mounts.mounted
+    assert ROOT in host.bus.mounts.mounted, "without a pass"
     assert reconciler(host).reconcile().actions == ()
-
-
-def test_the_next_pass_mounts_an_unmounted_driver_root(host: Host) -> None:
-    reconciler(host).reconcile()
     host.bus.mounts.job("StopUnit", ROOT)
     outcome = reconciler(host).reconcile()
     assert outcome.sentences == ("mount driver root 0 (nvidia driver 550.163.01)",)

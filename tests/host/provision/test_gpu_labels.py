@@ -1,5 +1,7 @@
 """The labels that a Node gets for its GPUs, on a simulated host."""
 
+import pytest
+
 from agent.host.provision.up import gpu_labels
 from agent.vendors.host_vendor import DriverForPods
 from agent.vendors.nvidia.host import node_labels
@@ -26,14 +28,13 @@ def labels(host: Host) -> dict[str, str]:
     return gpu_labels((grant for goal in planned.goal.machines for grant in goal.grants), facts, host)
 
 
-def test_versions_as_gpu_feature_discovery_names_them(gpu_host: Host) -> None:
-    answer_of_libcuda(gpu_host, "12040\n")
-    assert labels(gpu_host) == PRESENT | DRIVER | CUDA
-
-
-def test_an_unknown_version_has_no_label(gpu_host: Host) -> None:
-    answer_of_libcuda(gpu_host, "", 1)
-    assert labels(gpu_host) == PRESENT | DRIVER
+@pytest.mark.parametrize(("answer", "status", "cuda"), [("12040\n", 0, CUDA), ("", 1, dict[str, str]())])
+def test_versions_as_gpu_feature_discovery_names_them(
+    gpu_host: Host, answer: str, status: int, cuda: dict[str, str]
+) -> None:
+    """An unknown version has no label."""
+    answer_of_libcuda(gpu_host, answer, status)
+    assert labels(gpu_host) == PRESENT | DRIVER | cuda
     assert node_labels(None) == PRESENT
 
 
