@@ -13,7 +13,6 @@ from agent.machine.run import REPORT, run
 from agent.model.errors import AgentError
 from agent.model.paths import MACHINE_STATE, OWNED, spec_file
 from agent.model.text import json_digest
-from agent.vendors.nvidia.nvidia_ctk import VERSION_CACHE
 from tests.fakes.machine import EMPTY, Machine, gpu_machine, systemctl
 
 SPEC, DROP_IN = spec_file("nvidia"), "/etc/containerd/conf.d/99-nvidia.toml"
@@ -71,7 +70,6 @@ def test_only_root_reads_notes_and_everybody_the_report(machine: Machine) -> Non
     finally:
         os.umask(old)
     notes = list(machine.tree.glob("run/unbounded-agent/state/*.json"))
-    assert machine.tree / VERSION_CACHE[1:] in notes
     assert len(notes) > 3
     assert {machine.mode(f"{MACHINE_STATE}/{place.name}") for place in notes} == {0o600}
     assert machine.mode(REPORT) == 0o644
@@ -108,12 +106,10 @@ def test_notes_of_another_version_do_not_fail_forever(machine: Machine) -> None:
     before = written(machine)
     for file in machine.entries(MACHINE_STATE):
         name, _, ending = file.rpartition(".")
-        # The cached version has no digest.
-        if ending == "json" and file != VERSION_CACHE.rpartition("/")[2]:
+        if ending == "json":
             note = {key: retyped(value) for key, value in Notes(machine).load(name).items()}
             document = {"version": 2, "digest": json_digest(note), "note": note}
             machine.put(f"{MACHINE_STATE}/{file}", json.dumps(document))
-    machine.put(VERSION_CACHE, json.dumps(retyped(json.loads(machine.read(VERSION_CACHE)))))
     run(machine)
     assert written(machine) == before
 

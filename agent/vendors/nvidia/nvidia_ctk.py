@@ -6,14 +6,14 @@ import posixpath
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from agent.model.device import DeviceKind, DeviceNumber, as_in_sysfs
+from agent.model.device import DeviceKind, DeviceNumber, FileIdentity, as_in_sysfs
 from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError
 from agent.model.handoff import FabricAnswer, Request
 from agent.model.json_document import parse_json
-from agent.model.paths import MACHINE_STATE
 from agent.model.text import dotted, printable
 from agent.system.files import System
 from agent.vendors.cdi import items, normalised, object_of, objects, strings, with_nodes
@@ -50,8 +50,6 @@ persistence daemon keeps initialised."""
 QUERY_LIMIT = 10.0
 """Seconds for the queries that say why a GPU is missing."""
 
-VERSION_CACHE = f"{MACHINE_STATE}/nvidia-ctk.json"
-
 REFRESH_UNITS = ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service")
 REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
 """The specification that units of the toolkit's packages write since 1.18 (deployments/systemd in its source)."""
@@ -83,7 +81,8 @@ def generate(system: System, request: Request, directory: str, live: Mapping[str
     if missing and not answers:
         answers = query_gpus(system, len(request.gpus), QUERY_LIMIT)
     unpartitioned = _in_mig_mode(answers, missing)
-    not_made = [hook for hook in request.cdi_hooks if not _has_hook(spec, hook)]
+    text = json.dumps(spec)
+    not_made = [hook for hook in request.cdi_hooks if f'"{hook}"' not in text]
     present = {path for path in contract.mount_points(request.sockets) if system.exists(path)}
     without_socket = [name for name in request.sockets if not contract.MOUNTS.get(name, {}).keys() & present]
     spec, added = with_additions(with_no_gpu(spec), request, present)
@@ -159,15 +158,6 @@ def _in_mig_mode(answers: Mapping[str, Answer], gpus: tuple[str, ...]) -> tuple[
     return tuple(gpu for gpu in gpus if gpu in answers and answers[gpu].in_mig_mode)
 
 
-def _has_hook(spec: object, name: str) -> bool:
-    if isinstance(spec, dict):
-        arguments = spec.get("args")
-        return (isinstance(arguments, list) and name in arguments) or any(
-            _has_hook(each, name) for each in spec.values()
-        )
-    return isinstance(spec, list) and any(_has_hook(each, name) for each in spec)
-
-
 def _without_instance(gpus: tuple[str, ...]) -> str:
     return (
         f"no pod can use GPU {', '.join(gpus)}: MIG mode is on and there is no complete instance "
@@ -176,12 +166,10 @@ def _without_instance(gpus: tuple[str, ...]) -> str:
 
 
 def check_version(
-    system: System,
-    needed: tuple[int, ...] = OLDEST,
-    purpose: str = "for pods with NVIDIA_VISIBLE_DEVICES=none",
+    system: System, needed: tuple[int, ...] = OLDEST, purpose: str = "for pods with NVIDIA_VISIBLE_DEVICES=none"
 ) -> tuple[int, ...]:
     """Return nvidia-ctk's version. Raises AgentError, which names `purpose`, if it is older than `needed`."""
-    version = _version(system)
+    version = _version(system, system.identity(NVIDIA_CTK) if system.exists(NVIDIA_CTK) else None)
     if version < needed:
         raise AgentError(
             f"nvidia-ctk is {dotted(version)}, but {dotted(needed)} is needed {purpose}",
@@ -190,22 +178,9 @@ def check_version(
     return version
 
 
-def _version(system: System) -> tuple[int, ...]:
-    """Return nvidia-ctk's version. Raises CommandError, DocumentError or OSError.
-
-    Pods cannot use a new driver before this function returns. To save time, the version is cached, in a file in /run.
-    The cached version is valid until a reboot, or until the program changes.
-    """
-    identity = list(system.identity(NVIDIA_CTK)) if system.exists(NVIDIA_CTK) else []
-    # Without a usable cache, the program runs instead.
-    with contextlib.suppress(OSError, ValueError):
-        match parse_json(system.read(VERSION_CACHE)):
-            case {"program": program, "version": [int(major), int(minor), int(patch)]} if identity == program != []:
-                return (major, minor, patch)
-    version = parse_version(system.run(NVIDIA_CTK, "--version"))
-    # An error ends the run: if nothing can be written to /run, the specification cannot be written either.
-    system.write(VERSION_CACHE, json.dumps({"program": identity, "version": version}).encode(), 0o600)
-    return version
+@lru_cache(maxsize=1)
+def _version(system: System, identity: FileIdentity | None) -> tuple[int, ...]:
+    return parse_version(system.run(NVIDIA_CTK, "--version"))
 
 
 def parse_version(text: str) -> tuple[int, ...]:
