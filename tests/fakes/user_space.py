@@ -67,6 +67,16 @@ def put(host: Host, directory: str, version: str = VERSION, *names: str, header:
         host.symlink(f"{directory}/{name}.so.{'0' if 'GLX' in name else '1'}", f"{name}.so.{version}")
 
 
+LISTED = "/usr/lib/x86_64-linux-gnu"
+
+
+def listed(host: Host, version: str = VERSION, directory: str = LISTED) -> Host:
+    """Add a driver that the host's loader cache lists, and return the host."""
+    put(host, directory, version)
+    host.loader_cache(cache_of(*(f"{directory}/{name}.so.1" for name in MAIN)))
+    return host
+
+
 def other_root(host: Host, root: str = DRIVER_CONTAINER, directory: str = "/usr/lib/x86_64-linux-gnu") -> None:
     """Add a complete system with a driver and a loader cache, as the host's ldconfig prints it."""
     put(host, f"{root}{directory}")

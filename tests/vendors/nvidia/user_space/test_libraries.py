@@ -1,7 +1,7 @@
 """Which files make a driver root, with Debian's and Ubuntu's real packages, and what can be wrong with them."""
 
 import posixpath
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -35,33 +35,6 @@ def test_debian_splits_the_driver_over_two_directories(host: Host) -> None:
     assert files[f"{X86}/libnvidia-nvvm.so.550.163.01"].source.endswith("/nvidia/current/libnvidia-nvvm.so.550.163.01")
     assert files["usr/bin/nvidia-smi"].source == "/usr/lib/nvidia/current/nvidia-smi"
     assert files["usr/bin/nvidia-smi"].executable
-
-
-def test_exactly_debians_driver_libraries_are_found(host: Host) -> None:
-    host.load("debian-13-driver-550")
-    files = by_target(user_space(host, "550.163.01"))
-    real = {each.target.rpartition("/")[2] for each in files.values() if not each.link and each.target.startswith(X86)}
-    versioned = {each.removesuffix(".so.550.163.01") for each in real if each.endswith(".so.550.163.01")}
-    expected = """
-        libcuda libcudadebugger libnvcuvid libnvoptix libvdpau_nvidia libEGL_nvidia libGLX_nvidia libGLESv2_nvidia
-        libnvidia-allocator libnvidia-cfg libnvidia-eglcore libnvidia-encode libnvidia-fbc libnvidia-glcore
-        libnvidia-glsi libnvidia-glvkspirv libnvidia-gpucomp libnvidia-ml libnvidia-ngx libnvidia-nvvm libnvidia-opencl
-        libnvidia-opticalflow libnvidia-pkcs11-openssl3 libnvidia-ptxjitcompiler libnvidia-rtcore
-        libnvidia-tls"""
-    assert versioned == set(expected.split())
-    assert real - {f"{each}.so.550.163.01" for each in versioned} == {"libnvidia-egl-wayland.so.1.1.18"}
-
-
-def test_debian_32_bit_set(host: Host) -> None:
-    host.load("debian-13-driver-550")
-    files = by_target(user_space(host, "550.163.01"))
-    names = {target.rpartition("/")[2] for target in files if target.startswith("usr/lib/i386-linux-gnu/")}
-    assert {each for each in names if each.endswith("163.01")} == {
-        "libcuda.so.550.163.01",
-        "libnvidia-ml.so.550.163.01",
-        "libnvidia-ptxjitcompiler.so.550.163.01",
-    }
-    assert {"libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1"} < names
 
 
 def test_a_driver_in_usr_local_nvidia_behind_wrapper_scripts(host: Host) -> None:
@@ -108,14 +81,6 @@ def test_programs_next_to_the_libraries_come_before_the_usual_ones_and_after_con
     prefix_behind_a_link(host)
     found = by_target(user_space(host, "580.1.2", **settings))
     assert found["usr/bin/nvidia-smi"].source == f"{expected}/nvidia-smi"
-
-
-def test_the_root_directory_is_no_prefix(host: Host) -> None:
-    libraries(host, "/lib64", "580.1.2", *MAIN)
-    for directory in ("/bin", "/usr/bin"):
-        host.file(f"{directory}/nvidia-smi", executable=True)
-    host.loader_cache(cache_of(*(f"/lib64/{name}.so.580.1.2" for name in MAIN)))
-    assert by_target(user_space(host, "580.1.2"))["usr/bin/nvidia-smi"].source == "/usr/bin/nvidia-smi"
 
 
 def test_another_users_directory_next_to_the_libraries_is_not_searched(host: Host) -> None:
@@ -166,48 +131,99 @@ def test_every_link_of_a_driver_root_leads_to_a_file_in_it(host: Host, name: str
         assert host.real_path(file.source) == file.source
 
 
-def test_two_versions_side_by_side_follow_the_module(host: Host) -> None:
-    for version in ("550.163.01", "580.178.04"):
-        libraries(host, "/usr/lib64", version, "libcuda", "libnvidia-ml", "libnvidia-glcore")
-    host.symlink("/usr/lib64/libcuda.so.1", "libcuda.so.580.178.04")
-    host.loader_cache(cache_of("/usr/lib64/libcuda.so.1"))
-    assert user_space(host).version == "580.178.04"
-    assert user_space(host, "535.1.2").version == "580.178.04"
-    old = user_space(host, "550.163.01")
-    assert old.version == "550.163.01"
-    assert sorted(by_target(old)) == [
-        f"{X86}/libcuda.so.1",
-        f"{X86}/libcuda.so.550.163.01",
-        f"{X86}/libnvidia-glcore.so.550.163.01",
-        f"{X86}/libnvidia-ml.so.550.163.01",
-    ]
-    assert by_target(old)[f"{X86}/libcuda.so.1"].link == "libcuda.so.550.163.01"
+class Choice(NamedTuple):
+    """Files by directory, what the loader cache lists, and what is chosen for a module's version."""
+
+    files: dict[str, tuple[str, ...]]
+    listed: tuple[str, ...]
+    module: str
+    chosen: dict[str, str]
+    """The chosen sources by name; all others must not be chosen."""
 
 
-def test_a_cuda_compatibility_directory_is_not_the_driver(host: Host) -> None:
-    """Such a directory has a libcuda of another version and no NVML, and may be first in the loader cache."""
-    libraries(host, "/usr/local/cuda/compat", "575.57.08", "libcuda", "libnvidia-ptxjitcompiler")
-    host.file("/usr/local/cuda/compat/libnvidia-api.so.1", size=5)
-    libraries(host, "/usr/lib64", "550.163.01", *MAIN, "libnvidia-ptxjitcompiler")
-    host.file("/usr/lib64/libnvidia-api.so.1", size=7)
-    listed = ("libcuda.so.575.57.08", "libnvidia-api.so.1")
-    host.loader_cache(
-        cache_of(
-            *(f"/usr/local/cuda/compat/{name}" for name in listed),
-            *(f"/usr/lib64/{name}" for name in ("libcuda.so.550.163.01", "libnvidia-api.so.1")),
+OURS = ("libcuda.so.550.163.01", "libnvidia-ml.so.550.163.01")
+NEXT = ("libcuda.so.580.178.04", "libnvidia-ml.so.580.178.04")
+PLAIN = {name: f"/usr/lib64/{name}" for name in OURS}
+COMPAT = "/usr/local/cuda/compat"
+TWO = {"/usr/local/lib": (*NEXT, "libnvidia-api.so.1"), "/usr/lib64": (*OURS, "libnvidia-api.so.1")}
+BOTH = tuple(f"{directory}/{name}" for directory, names in TWO.items() for name in (names[2], names[0]))
+HWCAPS = "/usr/lib64/glibc-hwcaps/x86-64-v3"
+TOOLKITS = ("libnvidia-container.so.1.19.1", "libnvidia-container-go.so.1.19.1", "libnvidia-gtk3.so.550.163.01")
+CHOICES = {
+    # A CUDA compatibility directory has a libcuda of another version and no NVML, and may be first in the cache.
+    **{
+        f"compatibility directory {module}": Choice(
+            {COMPAT: ("libcuda.so.575.57.08", "libnvidia-api.so.1"), "/usr/lib64": (*OURS, "libnvidia-api.so.1")},
+            (
+                f"{COMPAT}/libcuda.so.575.57.08",
+                f"{COMPAT}/libnvidia-api.so.1",
+                PLAIN[OURS[0]],
+                "/usr/lib64/libnvidia-api.so.1",
+            ),
+            module,
+            PLAIN | {"libnvidia-api.so.1": "/usr/lib64/libnvidia-api.so.1"},
         )
-    )
-    for module in ("550.163.01", "575.57.08", ""):
-        found = user_space(host, module)
-        assert found.version == "550.163.01"
-        assert {each.source.rpartition("/")[0] for each in by_target(found).values()} == {"/usr/lib64"}
+        for module in ("550.163.01", "575.57.08", "")
+    },
+    "compatibility directory of our version": Choice(
+        {COMPAT: OURS[:1], "/usr/lib64": OURS}, (f"{COMPAT}/{OURS[0]}", PLAIN[OURS[0]]), "", PLAIN
+    ),
+    # A file with its own number comes from the chosen version's directory.
+    "two versions, the older loaded": Choice(
+        TWO, BOTH, "550.163.01", PLAIN | {"libnvidia-api.so.1": "/usr/lib64/libnvidia-api.so.1"}
+    ),
+    "two versions, the newer loaded": Choice(
+        TWO, BOTH, "580.178.04", {name: f"/usr/local/lib/{name}" for name in TWO["/usr/local/lib"]}
+    ),
+    "two versions, another loaded": Choice(
+        TWO, BOTH, "535.1.2", {name: f"/usr/local/lib/{name}" for name in TWO["/usr/local/lib"]}
+    ),
+    "the loader's first": Choice(
+        {"/opt/second": OURS, "/opt/first": OURS},
+        (f"/opt/first/{OURS[0]}", f"/opt/second/{OURS[0]}"),
+        "",
+        {name: f"/opt/first/{name}" for name in OURS},
+    ),
+    "libcuda's directory before the loader's first": Choice(
+        {
+            "/opt/half": (OURS[1], "libnvidia-glcore.so.550.163.01"),
+            "/usr/lib64": (OURS[0], "libnvidia-glcore.so.550.163.01"),
+        },
+        (f"/opt/half/{OURS[1]}", PLAIN[OURS[0]]),
+        "",
+        {
+            OURS[0]: PLAIN[OURS[0]],
+            OURS[1]: f"/opt/half/{OURS[1]}",
+            "libnvidia-glcore.so.550.163.01": "/usr/lib64/libnvidia-glcore.so.550.163.01",
+        },
+    ),
+    "for newer processors only": Choice(
+        {HWCAPS: OURS, "/usr/lib64": OURS}, (f"{HWCAPS}/{OURS[0]}", PLAIN[OURS[0]]), "", PLAIN
+    ),
+    "the toolkit's and nvidia-settings'": Choice(
+        {"/usr/lib64": (*OURS, *TOOLKITS)}, (*(f"/usr/lib64/{name}" for name in TOOLKITS), PLAIN[OURS[0]]), "", PLAIN
+    ),
+    # DCGM loads these by their sonames. Packages of their own install them in the driver's version.
+    "for monitoring of switches": Choice(
+        {"/usr/lib64": (*OURS, "libnvidia-nscq.so.550.163.01", "libnvsdm.so.550.163.01")},
+        (PLAIN[OURS[0]],),
+        "",
+        {name: f"/usr/lib64/{name}" for name in (*OURS, "libnvidia-nscq.so.550.163.01", "libnvsdm.so.550.163.01")},
+    ),
+}
 
 
-def test_the_driver_wins_over_a_compatibility_directory_of_its_own_version(host: Host) -> None:
-    libraries(host, "/usr/local/cuda/compat", "550.163.01", "libcuda")
-    libraries(host, "/usr/lib64", "550.163.01", *MAIN)
-    host.loader_cache(cache_of("/usr/local/cuda/compat/libcuda.so.550.163.01", "/usr/lib64/libcuda.so.550.163.01"))
-    assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source == "/usr/lib64/libcuda.so.550.163.01"
+@pytest.mark.parametrize("name", CHOICES)
+def test_which_files_are_chosen(host: Host, name: str) -> None:
+    choice = CHOICES[name]
+    for directory, names in choice.files.items():
+        for each in names:
+            host.file(f"{directory}/{each}", size=1000)
+    host.loader_cache(cache_of(*choice.listed))
+    files = by_target(user_space(host, choice.module))
+    assert {posixpath.basename(each.source): each.source for each in files.values() if each.source} == choice.chosen
+    for each in (each for each in files.values() if each.link):
+        assert posixpath.basename(each.link) in choice.chosen, each
 
 
 def test_libcuda_without_nvml_is_broken_and_the_reason_lists_what_exists(host: Host) -> None:
@@ -217,75 +233,6 @@ def test_libcuda_without_nvml_is_broken_and_the_reason_lists_what_exists(host: H
     found = user_space(host, "550.163.01")
     assert isinstance(found.files, Broken)
     assert "libcuda 575.57.08 and libnvidia-ml 550.163.01" in found.files.why
-
-
-def test_a_file_with_its_own_number_comes_from_the_chosen_versions_directory(host: Host) -> None:
-    for directory, version in (("/usr/local/lib", "580.178.04"), ("/usr/lib64", "550.163.01")):
-        libraries(host, directory, version, *MAIN)
-        host.file(f"{directory}/libnvidia-api.so.1", size=5)
-    names = ("libnvidia-api.so.1", "libcuda.so.580.178.04"), ("libnvidia-api.so.1", "libcuda.so.550.163.01")
-    host.loader_cache(
-        cache_of(*(f"/usr/local/lib/{each}" for each in names[0]), *(f"/usr/lib64/{each}" for each in names[1]))
-    )
-    for module, directory in (("550.163.01", "/usr/lib64"), ("580.178.04", "/usr/local/lib")):
-        files = by_target(user_space(host, module))
-        assert files[f"{X86}/libnvidia-api.so.1"].source == f"{directory}/libnvidia-api.so.1"
-
-
-def test_the_loaders_first_directory_wins(host: Host) -> None:
-    for directory in ("/opt/first", "/opt/second"):
-        libraries(host, directory, "550.163.01", *MAIN)
-        host.symlink(f"{directory}/libcuda.so.1", "libcuda.so.550.163.01")
-    host.loader_cache(cache_of("/opt/first/libcuda.so.1", "/opt/second/libcuda.so.1"))
-    assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source.startswith("/opt/first/")
-
-
-def test_libcudas_directory_wins_over_another_that_the_cache_names_first(host: Host) -> None:
-    libraries(host, "/opt/half", "550.163.01", "libnvidia-ml", "libnvidia-glcore")
-    libraries(host, "/usr/lib64", "550.163.01", "libcuda", "libnvidia-glcore")
-    host.loader_cache(cache_of("/opt/half/libnvidia-ml.so.550.163.01", "/usr/lib64/libcuda.so.550.163.01"))
-    files = by_target(user_space(host))
-    assert files[f"{X86}/libnvidia-glcore.so.550.163.01"].source.startswith("/usr/lib64/")
-    assert files[f"{X86}/libnvidia-ml.so.550.163.01"].source.startswith("/opt/half/")
-
-
-def test_the_libraries_that_monitor_switches_belong_to_the_driver(host: Host) -> None:
-    """DCGM loads them by their sonames. Packages of their own install them in the driver's version."""
-    version, names = "580.95.05", ("libnvidia-nscq", "libnvsdm")
-    libraries(host, "/usr/lib64", version, *MAIN, *names)
-    for name in names:
-        host.symlink(f"/usr/lib64/{name}.so.1", f"{name}.so.{version}")
-    host.loader_cache(cache_of(f"/usr/lib64/libcuda.so.{version}", *(f"/usr/lib64/{name}.so.1" for name in names)))
-    files = by_target(user_space(host))
-    for name in names:
-        assert files[f"{X86}/{name}.so.1"].link == f"{name}.so.{version}"
-        assert files[f"{X86}/{name}.so.{version}"].source == f"/usr/lib64/{name}.so.{version}"
-
-
-@pytest.mark.scenario("002")
-def test_aarch64(tmp_path_factory: pytest.TempPathFactory) -> None:
-    host = Host(tmp_path_factory.mktemp("host"), "aarch64")
-    libraries(host, "/usr/lib/aarch64-linux-gnu", "550.163.01", *MAIN)
-    libraries(host, "/usr/lib/x86_64-linux-gnu", "535.1.2", *MAIN)
-    foreign = cache_of("/usr/lib/x86_64-linux-gnu/libcuda.so.535.1.2")
-    native = cache_of("/usr/lib/aarch64-linux-gnu/libcuda.so.550.163.01", tags="libc6,AArch64")
-    host.loader_cache(foreign.replace("1 libs", "2 libs") + native.partition("\n")[2])
-    expected = [f"usr/lib/aarch64-linux-gnu/{name}.so.550.163.01" for name in MAIN]
-    assert list(by_target(user_space(host))) == expected
-
-
-def test_libraries_of_toolkit_and_nvidia_settings_are_not_the_drivers(host: Host) -> None:
-    libraries(host, "/usr/lib64", "550.163.01", *MAIN, "libnvidia-gtk3", "libnvidia-container")
-    host.file("/usr/lib64/libnvidia-container.so.1.19.1", size=5)
-    host.file("/usr/lib64/libnvidia-container-go.so.1.19.1", size=5)
-    host.loader_cache(
-        cache_of(
-            "/usr/lib64/libnvidia-container.so.1.19.1",
-            "/usr/lib64/libnvidia-container-go.so.1.19.1",
-            "/usr/lib64/libcuda.so.550.163.01",
-        )
-    )
-    assert list(by_target(user_space(host))) == MAIN_FILES
 
 
 STUBS = "/usr/local/cuda/targets/x86_64-linux/lib/stubs"
@@ -314,14 +261,6 @@ def test_a_toolkit_without_a_driver_is_not_a_driver(host: Host) -> None:
         host.file(f"{STUBS}/{name}", size=100)
     host.loader_cache(cache_of(f"{STUBS}/libcuda.so", f"{STUBS}/libnvidia-ml.so"))
     assert isinstance(user_space(host).files, Absent)
-
-
-def test_libraries_for_newer_processors_only_are_left_out(host: Host) -> None:
-    libraries(host, "/usr/lib64/glibc-hwcaps/x86-64-v3", "550.163.01", *MAIN)
-    libraries(host, "/usr/lib64", "550.163.01", *MAIN)
-    fast, plain = "/usr/lib64/glibc-hwcaps/x86-64-v3/libcuda.so.550.163.01", "/usr/lib64/libcuda.so.550.163.01"
-    host.loader_cache(cache_of(fast, plain))
-    assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source == plain
 
 
 def test_without_a_library_the_driver_is_absent(host: Host) -> None:

@@ -22,6 +22,7 @@ from tests.fakes.user_space import (
     by_target,
     cache_of,
     condition,
+    listed,
     other_root,
     put,
     user_space,
@@ -212,8 +213,7 @@ def test_only_files_that_everybody_may_read_are_copied(user_place: Host) -> None
 
 
 def test_companions_and_libraries_next_to_the_loader_caches(host: Host) -> None:
-    put(host, "/usr/lib/x86_64-linux-gnu")
-    host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
+    listed(host)
     host.file("/usr/local/share/vulkan/icd.d/nvidia_icd.json", "{}")
     host.file("/usr/share/vulkan/icd.d/nvidia_icd.json", "{}")
     host.file("/usr/local/bin/nvidia-smi", executable=True)
@@ -235,8 +235,7 @@ def test_companions_and_libraries_next_to_the_loader_caches(host: Host) -> None:
 @pytest.mark.parametrize("link", [False, True])
 def test_vdpaus_directory_next_to_the_loader_caches(host: Host, link: bool) -> None:
     """No entry leads there: it is not listed if others control it, unless the place was configured."""
-    put(host, "/usr/lib64")
-    host.loader_cache(cache_of(*(f"/usr/lib64/{name}.so.1" for name in MAIN)))
+    listed(host, directory="/usr/lib64")
     directory = "/home/user/vdpau" if link else "/usr/lib64/vdpau"
     put(host, directory, VERSION, "libvdpau_nvidia")
     if link:

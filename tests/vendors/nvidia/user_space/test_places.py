@@ -32,6 +32,7 @@ from tests.fakes.user_space import (
     by_target,
     cache_of,
     condition,
+    listed,
     other_root,
     put,
     user_space,
@@ -151,8 +152,7 @@ def test_the_elf_header_gives_the_architecture(host: Host) -> None:
 
 
 def test_the_loader_cache_comes_first_and_the_others_are_named(host: Host) -> None:
-    put(host, "/usr/lib/x86_64-linux-gnu")
-    host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
+    listed(host)
     put(host, "/opt/nvidia/lib64", OLDER)
     put(host, "/usr/local/nvidia/lib64")
     found = user_space(host, VERSION)
@@ -167,8 +167,7 @@ def test_the_loader_cache_comes_first_and_the_others_are_named(host: Host) -> No
 
 
 def test_a_driver_that_matches_the_module_wins_over_an_earlier_one(host: Host) -> None:
-    put(host, "/usr/lib/x86_64-linux-gnu", OLDER)
-    host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
+    listed(host, OLDER)
     put(host, "/usr/local/nvidia/lib64")
     assert user_space(host, VERSION).place.endswith("(/usr/local/nvidia)")
     assert user_space(host, OLDER).place == "the host's loader cache"
@@ -220,8 +219,7 @@ def test_a_place_after_an_unseen_one_is_not_used_instead(host: Host) -> None:
 
 def test_a_place_that_hangs_does_not_delay_the_others(host: Host) -> None:
     """The place, such as a network file system, is unseen, and is not waited for again while it hangs."""
-    put(host, "/usr/lib/x86_64-linux-gnu")
-    host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
+    listed(host)
     (place,) = (each for each in PLACES if each.name == "/opt/nvidia")
     what, released = f"the driver's place {place}", threading.Event()
     try:
@@ -250,8 +248,7 @@ def test_no_driver_anywhere(host: Host) -> None:
 def test_configured_directories(host: Host) -> None:
     """Configured directories are used in order, with programs and data next to them, instead of the loader cache."""
     put(host, "/srv/driver/libs")
-    put(host, "/usr/lib/x86_64-linux-gnu", OLDER)
-    host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
+    listed(host, OLDER)
     host.file("/srv/driver/tools/nvidia-smi", executable=True)
     host.file("/srv/driver/data/vulkan/icd.d/nvidia_icd.json", "{}")
     settings: dict[str, Any] = {
