@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -78,7 +79,7 @@ def test_deciding_modules_are_pure(module: str) -> None:
     assert not names & {"os", "subprocess", "time", "logging", "socket", "pathlib", "shutil", "sys"}
 
 
-def completed(spec: object) -> object:
+def completed(spec: dict[str, Any]) -> object:
     """Return what is published for nvidia-ctk's output."""
     return with_no_gpu(with_additions(spec, REQUEST)[0])
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from agent.model.device import DeviceKind, DeviceNumber, FileIdentity, as_in_sysfs
 from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError
@@ -55,13 +55,6 @@ REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
 """The specification that units of the toolkit's packages write since 1.18 (deployments/systemd in its source)."""
 
 
-class Answer(NamedTuple):
-    """What nvidia-smi says of a GPU."""
-
-    uuid: str
-    in_mig_mode: bool
-
-
 def generate(system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
     """Run nvidia-ctk, which finds the GPUs through NVML. Return its specification, with remarks.
 
@@ -73,11 +66,7 @@ def generate(system: System, request: Request, directory: str, live: Mapping[str
     silent = [gpu for gpu in request.gpus if gpu not in answers] if answers else []
     spec, sieve = _sifted(system, request, directory, live, is_device=lambda name: name == NO_GPU or is_gpu_name(name))
     spec, incomplete = without_incomplete(spec, request)
-    try:
-        missing = missing_gpus(devices(object_of(spec, "the specification"), request), request)
-    except DocumentError:
-        # `verify` reports it.
-        missing = ()
+    missing = missing_gpus(devices(spec, request), request)
     if missing and not answers:
         answers = query_gpus(system, len(request.gpus), QUERY_LIMIT)
     unpartitioned = _in_mig_mode(answers, missing)
@@ -103,7 +92,9 @@ def generate(system: System, request: Request, directory: str, live: Mapping[str
     return Generated(spec, said, unpartitioned, tuple(sieve.left_out))
 
 
-def _run(system: System, request: Request, command: tuple[str, ...], version: tuple[int, ...]) -> Mapping[str, Answer]:
+def _run(
+    system: System, request: Request, command: tuple[str, ...], version: tuple[int, ...]
+) -> Mapping[str, tuple[str, bool]]:
     """Run the command. If it fails, run it again without the GPUs that nvidia-smi cannot query.
 
     After a second run, return nvidia-smi's answers about the granted GPUs that it can query; return an empty mapping if
@@ -123,7 +114,7 @@ def _run(system: System, request: Request, command: tuple[str, ...], version: tu
         if version < SELECTS_DEVICES or len(answers) == len(request.gpus):
             raise
         # The devices that pods can use: GPUs that are not in MIG mode, and MIG devices.
-        names = [each.uuid for each in answers.values() if not each.in_mig_mode]
+        names = [uuid for uuid, in_mig_mode in answers.values() if not in_mig_mode]
         if len(names) < len(answers):
             names += list_profiles(system, GPU_LIMIT)
         remaining = deadline - time.monotonic()
@@ -140,22 +131,27 @@ def _sifted(
     live: Mapping[str, DeviceNumber],
     places: Collection[str] = (),
     is_device: Callable[[str], bool] = lambda name: True,
-) -> tuple[object, Sieve]:
+) -> tuple[dict[str, Any], Sieve]:
     """Return what nvidia-ctk wrote into a directory, without what is unknown. Raises OSError or DocumentError."""
     try:
         written = normalised(parse_json(system.read(output_file(directory))))
+        sieve = Sieve(request, *looked_up(system, written, live), places, is_device)
+        spec = sieve.sift(object_of(written, "the specification"))
+        # Two devices must not have the same name.
+        devices(spec, request)
+        return spec, sieve
     except ValueError as error:
         raise DocumentError(f"{NVIDIA_CTK} wrote invalid JSON: {error}") from error
-    sieve = Sieve(request, *looked_up(system, written, live), places, is_device)
-    return sieve.sift(written), sieve
+    except DocumentError as error:
+        raise DocumentError(f"{NVIDIA_CTK} wrote a malformed CDI specification: {error.message}") from error
 
 
 def _remark_on(sieve: Sieve) -> str:
     return f"{NVIDIA_CTK} adds what this agent knows to be harmless: {', '.join(sieve.harmless)}"
 
 
-def _in_mig_mode(answers: Mapping[str, Answer], gpus: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(gpu for gpu in gpus if gpu in answers and answers[gpu].in_mig_mode)
+def _in_mig_mode(answers: Mapping[str, tuple[str, bool]], gpus: Iterable[str]) -> tuple[str, ...]:
+    return tuple(gpu for gpu in gpus if gpu in answers and answers[gpu][1])
 
 
 def _without_instance(gpus: tuple[str, ...]) -> str:
@@ -200,15 +196,10 @@ def list_devices(system: System, directory: str, timeout: float) -> tuple[str, .
     return tuple(system.run(NVIDIA_CTK, "cdi", "list", f"--spec-dir={directory}", timeout=timeout).split())
 
 
-def with_no_gpu(spec: object) -> object:
-    """Return the specification with the device NO_GPU, or as it is if it has no list of devices.
-
-    If nvidia-ctk has written such a device, it is replaced.
-    """
-    if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
-        return spec
-    others = [each for each in listed if not isinstance(each, dict) or each.get("name") != NO_GPU]
-    return spec | {"devices": [*others, {"name": NO_GPU, "containerEdits": NO_GPU_EDITS}]}
+def with_no_gpu(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the specification with the device NO_GPU, which replaces one of that name."""
+    others = [each for each in objects(document, "devices") if each.get("name") != NO_GPU]
+    return document | {"devices": [*others, {"name": NO_GPU, "containerEdits": NO_GPU_EDITS}]}
 
 
 # The files of a driver root that nvidia-ctk leaves out, and that the agent adds.
@@ -227,27 +218,25 @@ FEW = 3
 """Up to this many files of one directory are named one by one; more are counted."""
 
 
-def with_additions(spec: object, request: Request, present: Set[str] = frozenset()) -> tuple[object, tuple[str, ...]]:
+def with_additions(
+    document: dict[str, Any], request: Request, present: Set[str] = frozenset()
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the completed specification, and the paths of the added files below the driver root.
 
-    A specification that is malformed, or lacks a main library, is returned as it is: `verify` refuses it.
-    `present` has the paths of daemons' sockets that exist in the machine.
+    A specification that lacks a main library is returned as it is: `verify` refuses it. `present` has the paths of
+    daemons' sockets that exist in the machine. Raises DocumentError.
     """
-    try:
-        document = object_of(spec, "the specification")
-        common = object_of(document.get("containerEdits", {}), "containerEdits")
-        mounts, hooks, env = objects(common, "mounts"), objects(common, "hooks"), [*items(common, "env")]
-        mounted = strings(common, "mounts", "hostPath")
-        arguments = [each for hook in hooks for each in items(hook, "args") if isinstance(each, str)]
-        folders = {each for hook in hooks if _kind(hook) == "update-ldcache" for each in map(str, items(hook, "args"))}
-    except DocumentError:
-        return spec, ()
+    common = object_of(document.get("containerEdits", {}), "containerEdits")
+    mounts, hooks, env = objects(common, "mounts"), objects(common, "hooks"), [*items(common, "env")]
+    mounted = strings(common, "mounts", "hostPath")
+    arguments = [each for hook in hooks for each in map(str, items(hook, "args"))]
+    folders = {each for hook in hooks if _kind(hook) == "update-ldcache" for each in map(str, items(hook, "args"))}
     root, libraries = request.driver_root, {f"{each}.{request.driver_version}" for each in NEEDED_LIBRARIES}
     native = (each.target for each in request.files if f"/{TRIPLET_32}/" not in each.target)
     if not {f"{root}/{each}" for each in native if posixpath.basename(each) in libraries} <= mounted:
         # nvidia-ctk, which finds only native libraries, did not find the driver. If the driver's files were added here,
         # `verify` would not notice that.
-        return spec, ()
+        return document, ()
     files = [each.target for each in request.files if not each.link and f"{root}/{each.target}" not in mounted]
     added = [(f"{root}/{file}", f"/{file}", MOUNT_OPTIONS) for file in files]
     added += [
@@ -332,8 +321,10 @@ MIG_DEVICE = re.compile(r"\s*MIG (?P<profile>\S+)\s+Device\s+[0-9]+: \(UUID: (?P
 """A MIG device in the output of `nvidia-smi -L`."""
 
 
-def query_gpus(system: System, count: int, limit: float) -> dict[str, Answer]:
-    """Return what nvidia-smi says of `count` GPUs, by PCI address. A GPU that NVML cannot open is left out.
+def query_gpus(system: System, count: int, limit: float) -> dict[str, tuple[str, bool]]:
+    """Return the UUIDs of `count` GPUs, and whether they are in MIG mode, by PCI address.
+
+    A GPU that NVML cannot open is left out.
 
     Return nothing if nvidia-smi cannot run, or if not all GPUs could be queried within `limit` seconds.
     """
@@ -341,7 +332,7 @@ def query_gpus(system: System, count: int, limit: float) -> dict[str, Answer]:
         rows = query(system, ("uuid", "mig.mode.current"), range(count), limit)
     except (AgentError, OSError):
         return {}
-    return {gpu: Answer(uuid, mode == "Enabled") for gpu, (uuid, mode) in rows.items() if UUID.fullmatch(uuid)}
+    return {gpu: (uuid, mode == "Enabled") for gpu, (uuid, mode) in rows.items() if UUID.fullmatch(uuid)}
 
 
 def query_fabric(system: System, gpus: tuple[str, ...]) -> tuple[FabricAnswer, ...]:
@@ -463,9 +454,7 @@ def generate_mode(
         raise AgentError(": ".join(filter(None, (NVIDIA_CTK, error.ended, last))), error.hint) from error
     spec, sieve = _sifted(system, request, directory, live, mode.mounts)
     paths = {device.path for device in request.devices}
-    # `verify_mode` reports a malformed specification.
-    with contextlib.suppress(DocumentError):
-        spec = with_nodes(spec, lambda node: str(node.get("path")) in paths)
+    spec = with_nodes(spec, lambda node: str(node.get("path")) in paths)
     remarks = (_remark_on(sieve),) if sieve.harmless else ()
     return Generated(spec, remarks, left_out=tuple(sieve.left_out))
 

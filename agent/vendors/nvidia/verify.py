@@ -131,32 +131,25 @@ def missing_gpus(listed: list[Device], request: Request) -> tuple[str, ...]:
     return tuple(gpu for gpu in request.gpus if gpu not in found)
 
 
-def without_incomplete(spec: object, request: Request) -> tuple[object, tuple[str, ...]]:
-    """Return the specification without incomplete MIG devices, and the names of the removed devices.
+def without_incomplete(document: dict[str, Any], request: Request) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the specification without incomplete MIG devices, and their names. Raises DocumentError.
 
     A MIG device is incomplete if the node of one of its two capabilities is missing: nvidia-ctk only warns if it does
     not find a node. It is also incomplete if it has a node that is not granted: NVML may list MIG devices that were
-    made after the handoff. A malformed specification is returned as it is: `verify` reports it.
+    made after the handoff.
     """
-    try:
-        document = object_of(spec, "the specification")
-        found = devices(document, request)
-        incomplete = tuple(
-            each.name
-            for each in found
-            if each.is_mig and not (each.is_one_partition and len(each.nodes) == len(_paths(each.edits)))
-        )
-        if not incomplete:
-            return spec, ()
-        kept = {each.name: each.edits for each in found if each.name not in (EVERY_GPU, *incomplete)}
-        # As nvidia-ctk makes it: each entry once.
-        every: dict[str, list[Any]] = {}
-        for edits in kept.values():
-            for key in edits:
-                entries = every.setdefault(key, [])
-                entries += [entry for entry in items(edits, key) if entry not in entries]
-    except DocumentError:
-        return spec, ()
+    found = devices(document, request)
+    partitions = [each for each in found if each.is_one_partition and len(each.nodes) == len(_paths(each.edits))]
+    incomplete = tuple(each.name for each in found if each.is_mig and each not in partitions)
+    if not incomplete:
+        return document, ()
+    kept = {each.name: each.edits for each in found if each.name not in (EVERY_GPU, *incomplete)}
+    # As nvidia-ctk makes it: each entry once.
+    every: dict[str, list[Any]] = {}
+    for edits in kept.values():
+        for key in edits:
+            entries = every.setdefault(key, [])
+            entries += [entry for entry in items(edits, key) if entry not in entries]
     if kept:
         kept[EVERY_GPU] = every
     return document | {"devices": [{"name": name, "containerEdits": edits} for name, edits in kept.items()]}, incomplete
@@ -301,25 +294,17 @@ class Sieve:
             posixpath.join(directory, name) for directory in self._library_directories for name in MADE_LINKS
         }
 
-    def sift(self, spec: object) -> object:
-        """Return the specification without its unknown parts; one that is malformed as it is (`verify` reports it)."""
-        try:
-            return self._document(object_of(spec, "the specification"))
-        except DocumentError:
-            self.left_out.clear()
-            self.harmless.clear()
-            return spec
-
     def check(self, document: dict[str, Any], kind: str) -> list[str]:
         """Return whatever is not expected in a specification, which must be of this kind. Raises DocumentError."""
         if document.get("kind") != kind:
             self.problems.append(f"kind is {document.get('kind')!r}, not {kind}")
         if not isinstance(document.get("cdiVersion"), str):
             self.problems.append("cdiVersion is missing")
-        self._document(document)
+        self.sift(document)
         return self.problems
 
-    def _document(self, document: dict[str, Any]) -> dict[str, Any]:
+    def sift(self, document: dict[str, Any]) -> dict[str, Any]:
+        """Return the specification without its unknown parts. Raises DocumentError."""
         kept = self._known(document, DOCUMENT_KEYS, " of the specification")
         if "containerEdits" in kept:
             common = object_of(kept["containerEdits"], "containerEdits")
@@ -351,11 +336,6 @@ class Sieve:
         for gid in items(kept, "additionalGids"):
             if type(gid) is not int or gid not in groups:
                 self._stays((Fault(f"additional group {gid!r}, which no granted device node has"),))
-        mounted = sorted(strings(found, "mounts", "hostPath"))
-        self.harmless |= dict.fromkeys(f"mount of {path}" for path in mounted if self._is_harmless_node(path))
-        self.harmless |= dict.fromkeys(
-            each for each in found["env"] if isinstance(each, str) and self._is_harmless_variable(each)
-        )
         return kept | {key: value for key, value in found.items() if key in kept}
 
     def _known(self, part: dict[str, Any], keys: frozenset[str], of: str = "") -> dict[str, Any]:
@@ -417,15 +397,6 @@ class Sieve:
 
     # Mounts
 
-    def _is_harmless_node(self, path: str) -> bool:
-        """Return whether a read-only mount of the path gives a container nothing that it should not have."""
-        return self._is_null(path) or (path in self._granted and path in self._live)
-
-    def _is_null(self, path: str) -> bool:
-        """Return whether the path is the device that has no content and takes everything."""
-        number = self._live.get(path)
-        return path not in self._granted and number is not None and (number.major, number.minor) == NULL
-
     def _mount(self, mount: dict[str, Any], nodes: set[str]) -> dict[str, Any] | None:
         """Return the mount without its unknown parts. `nodes` has the paths of the nodes in the same edits."""
         source = mount.get("hostPath")
@@ -456,7 +427,8 @@ class Sieve:
             yield Fault(f"mount of {source}, which does not exist")
 
     def _source_faults(self, source: object, target: object, options: list[Any], nodes: set[str]) -> Iterator[Fault]:
-        exists = source in self._present if isinstance(source, str) else False
+        exists = isinstance(source, str) and source in self._present
+        number = self._live.get(source) if isinstance(source, str) else None
         if isinstance(source, str) and (file := self._files.get(source)):
             # Data of the driver may be in any directory where loaders look for it.
             names = (file.removeprefix(f"{each}/") for each in CONFIG_DIRECTORIES if file.startswith(f"{each}/"))
@@ -470,17 +442,21 @@ class Sieve:
         elif source in self._places:
             if not exists or target != source or not {"nosuid", "nodev"} <= set(map(str, options)):
                 yield Fault(f"mount of {source!r} at {target!r} with options {options}")
-        elif not isinstance(source, str) or not self._is_harmless_node(source):
+        elif number and (source in self._granted or (number.major, number.minor) == NULL):
+            # A device at another place would hide what the image, or the same specification, has there. Besides, each
+            # other name next to VOID is a request for a device.
+            granted = source in self._granted
+            if (target, "nodev" in options) != (source, False) if granted else target not in VOID:
+                yield Fault(f"mount of device node {source} at unexpected {target!r}", dangerous=False)
+            elif granted and source not in nodes:
+                yield Fault(f"mount of device node {source}, which the device does not have", dangerous=False)
+            else:
+                self.harmless[f"mount of {source}"] = None
+        else:
             # A device that does not exist gives nothing. Any other missing path may exist when a container starts.
             nothing = isinstance(source, str) and posixpath.normpath(source) == source and source.startswith("/dev/")
             root = self._request.driver_root or "(none)"
             yield Fault(f"mount of {source!r}, which is not a file of the driver root {root}", not nothing or exists)
-        # A device at another place would hide what the image, or the same specification, has there. Besides, each other
-        # name next to VOID is a request for a device.
-        elif target not in VOID if self._is_null(source) else (target, "nodev" in options) != (source, False):
-            yield Fault(f"mount of device node {source} at unexpected {target!r}", dangerous=False)
-        elif source not in nodes and not self._is_null(source):
-            yield Fault(f"mount of device node {source}, which the device does not have", dangerous=False)
 
     # Hooks
 
@@ -566,8 +542,11 @@ class Sieve:
             return
         name, _, value = setting.partition("=")
         libraries = name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= self._directories
-        known = setting in self._variables or setting == VOID_VARIABLE or libraries
-        if not known and not self._is_harmless_variable(setting):
+        if setting in self._variables or setting == VOID_VARIABLE or libraries:
+            return
+        if self._is_harmless_variable(setting):
+            self.harmless[setting] = None
+        else:
             yield Fault(text, _loads_code(setting) or bool(REQUEST.fullmatch(name)))
 
     def _is_harmless_variable(self, setting: str) -> bool:

@@ -167,7 +167,9 @@ def edited(*edits: Edit) -> Spec:
 def sifted(spec: object) -> tuple[Sieve, Spec, Verdict]:
     """Return the walk, what is left of the specification with the agent's additions, and the verdict on it."""
     sieve = Sieve(REQUEST, *HERE, is_device=is_gpu_name)
-    made = normalised(with_additions(with_no_gpu(sieve.sift(normalised(spec))), REQUEST)[0])
+    written = normalised(spec)
+    assert isinstance(written, dict)
+    made = normalised(with_additions(with_no_gpu(sieve.sift(written)), REQUEST)[0])
     assert isinstance(made, dict)
     return sieve, made, verify(made, REQUEST, *HERE)
 

@@ -71,7 +71,6 @@ EDITS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("imex", lambda spec: spec.update(devices=spec["devices"][:1]), "device all has no node"),
     ("nvswitch", lambda spec: spec["containerEdits"].update(netDevices=[{"name": "eth0"}]), "unknown key netDevices"),
     ("management", lambda spec: spec["containerEdits"].pop("mounts"), "libcuda.so is not in it"),
-    ("gdrcopy", lambda spec: spec.update(devices=[3]), "devices[0] is not an object"),
 ]  # fmt: skip
 
 
@@ -135,6 +134,18 @@ def test_a_spec_with_anything_else_is_refused(
     assert f"; ModeNotServed: {mode}: the new CDI specification failed the check: " in machine.message("CDISpecCurrent")
     assert expected in machine.message("CDISpecCurrent")
     assert all(machine.exists(published(each)) for each in MODES if each != mode)
+
+
+@pytest.mark.parametrize("devices", [[3], {}, [{}], [{"name": "all"}], recorded("gds")["devices"] * 2])
+def test_a_malformed_specification_is_an_error_of_the_tool(machine: Machine, devices: object) -> None:
+    run(machine)
+    malformed = {"devices": devices}
+    answer(machine, {"nvml": recorded_spec() | malformed, "gds": recorded("gds") | malformed})
+    machine.put("/usr/bin/nvidia-ctk", "changed")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
+    assert machine.message("CDISpecCurrent").count("nvidia-ctk wrote a malformed CDI specification: ") == 2
+    assert spec_of(machine, "gds") == recorded("gds"), "what was published stays"
 
 
 def test_a_failure_leaves_what_was_published(machine: Machine) -> None:

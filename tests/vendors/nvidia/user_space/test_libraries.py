@@ -1,6 +1,7 @@
 """Which files make a driver root, with Debian's and Ubuntu's real packages, and what can be wrong with them."""
 
 import posixpath
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -134,7 +135,7 @@ def test_every_link_of_a_driver_root_leads_to_a_file_in_it(host: Host, name: str
 class Choice(NamedTuple):
     """Files by directory, what the loader cache lists, and what is chosen for a module's version."""
 
-    files: dict[str, tuple[str, ...]]
+    files: Mapping[str, tuple[str, ...]]
     listed: tuple[str, ...]
     module: str
     chosen: dict[str, str]
@@ -222,8 +223,8 @@ def test_which_files_are_chosen(host: Host, name: str) -> None:
     host.loader_cache(cache_of(*choice.listed))
     files = by_target(user_space(host, choice.module))
     assert {posixpath.basename(each.source): each.source for each in files.values() if each.source} == choice.chosen
-    for each in (each for each in files.values() if each.link):
-        assert posixpath.basename(each.link) in choice.chosen, each
+    links = {posixpath.basename(file.link) for file in files.values() if file.link}
+    assert links <= choice.chosen.keys()
 
 
 def test_libcuda_without_nvml_is_broken_and_the_reason_lists_what_exists(host: Host) -> None:
