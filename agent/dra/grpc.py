@@ -8,8 +8,7 @@ faults that block a server, holds a thread for each stream, and does not say whi
 
 import contextlib
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -68,19 +67,15 @@ class ConnectionLostError(Exception):
     """The connection is no longer usable. Bytes that are still to be sent may tell the client why."""
 
 
-class Unary(NamedTuple):
-    """A method with one response. The handler may raise RpcError; clients see other exceptions as internal errors."""
-
-    handle: Callable[[bytes], bytes]
-
-
 class Streaming(NamedTuple):
-    """A method with a stream of responses. If the client is gone, the iterator is closed after its next response."""
+    """A method with a stream of responses: the server sends one at once, and further ones when it is told to."""
 
-    handle: Callable[[bytes], Iterator[bytes]]
+    current: Callable[[], bytes]
+    """Returns the response to send now."""
 
 
-Method = Unary | Streaming
+Method = Callable[[bytes], bytes] | Streaming
+"""A function from a request to its response may raise RpcError; clients see other exceptions as internal errors."""
 
 
 def with_prefix(message: bytes) -> bytes:
@@ -131,10 +126,6 @@ class Call:
     """Bytes of the response that the flow control windows have held back."""
     trailers: Headers | None = None
     """Sent after all of `unsent`; None while the call runs."""
-    gone: bool = False
-    """Whether the client no longer waits for responses."""
-    taken: threading.Event = field(default_factory=threading.Event)
-    """Set when all responses so far have been sent, or the client is gone. The next one is made only then."""
 
 
 Start = Callable[[Any, int, Call], None]
@@ -217,11 +208,6 @@ class Connection:
         with contextlib.suppress(ProtocolError):
             self._http2.close_connection()
 
-    def drop_all_calls(self) -> None:
-        """Forget all calls: the client is gone."""
-        for stream in list(self.calls):
-            self._drop_call(stream)
-
     def _handle(self, event: Event, now: float) -> None:
         match event:
             case RequestReceived():
@@ -232,7 +218,7 @@ class Connection:
             case StreamEnded():
                 self._receive_body(event.stream_id, b"", end=True)
             case StreamReset():
-                self._drop_call(event.stream_id)
+                self.calls.pop(event.stream_id, None)
             case RemoteSettingsChanged() | WindowUpdated():
                 self.greeted = True
                 for stream, call in list(self.calls.items()):
@@ -298,15 +284,14 @@ class Connection:
                 self._http2.send_data(stream, bytes(call.unsent[:size]))
                 del call.unsent[:size]
         except ProtocolError:
-            self._drop_call(stream)
+            self.calls.pop(stream, None)
             return
-        call.taken.set()
         if call.trailers is not None:
             self._send_end(stream, call.trailers if call.answered else [*RESPONSE, *call.trailers])
 
     def _send_end(self, stream: int, headers: Headers) -> None:
         """Send the headers that end a response."""
-        call = self._drop_call(stream)
+        call = self.calls.pop(stream, None)
         # A ProtocolError is no fault here: the client may already have reset the stream, because one read may contain a
         # request and also its reset.
         with contextlib.suppress(ProtocolError):
@@ -314,11 +299,3 @@ class Connection:
             if call is None or not call.complete:
                 # Tell the client that it need not send the rest of the request (RFC 9113, section 8.1).
                 self._http2.reset_stream(stream, ErrorCodes.NO_ERROR)
-
-    def _drop_call(self, stream: int) -> Call | None:
-        """Forget a call: its client no longer waits."""
-        call = self.calls.pop(stream, None)
-        if call:
-            call.gone = True
-            call.taken.set()
-        return call

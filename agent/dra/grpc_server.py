@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from agent.dra.grpc import Call, Code, Connection, ConnectionLostError, Method, RpcError, Start, Unary
+from agent.dra.grpc import Call, Code, Connection, ConnectionLostError, Method, RpcError, Start, Streaming
 from agent.model.errors import AgentError
 from agent.system import opening
 
@@ -40,6 +40,8 @@ LONGEST_WAIT = 3600.0
 """Seconds of the longest wait for events. Clients may set time limits too long for a system call (10 000 years)."""
 ACCEPT_PAUSE = 0.1
 """Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
+REPEAT = 10.0
+"""Seconds after which streams get the current response again: that also shows whether their clients still listen."""
 REFUSALS_LOGGED = 10.0
 """Seconds from one log message about a refused connection to the next: anybody can connect often."""
 
@@ -192,7 +194,7 @@ class Limits(NamedTuple):
     """How many calls with one response, of all clients together, may run at a time. Further calls fail with
     RESOURCE_EXHAUSTED."""
     streams: int = 8
-    """The same for calls with several responses, which may last as long as the connection."""
+    """The same for streams. They may last as long as the connection, and must not keep claims from being prepared."""
     message: int = 1 << 20
     """Bytes of the largest request."""
     memory: int = 15 << 20
@@ -230,6 +232,7 @@ class Server:
         admit: Admit,
         limits: Limits,
         changed: Callable[[], None] = lambda: None,
+        repeat: float = REPEAT,
     ) -> None:
         """The keys of `methods` are paths, `/package.Service/Method`. The server closes the listener.
 
@@ -237,10 +240,12 @@ class Server:
         start.
         """
         self._listener, self._methods, self._admit = listener, methods, admit
-        self._limits, self._changed = limits, changed
+        self._limits, self._changed, self._repeat = limits, changed, repeat
         self.peers: set[_Peer] = set()
         self.running: set[Call] = set()
         """Calls whose threads are busy, even if their clients no longer wait. Other threads only remove their own."""
+        self._pushed = -math.inf
+        """When streams last got the current response, by time.monotonic()."""
         self._posted: deque[tuple[_Peer, Callable[[], None]]] = deque()
         """What other threads want to be done with connections."""
         self._waker, self._woken = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -280,6 +285,11 @@ class Server:
         self._wake()
         self._thread.join(grace + 1)
 
+    def push(self) -> None:
+        """Send all streams the current response, unless the client has not yet taken the last one."""
+        self._pushed = -math.inf
+        self._wake()
+
     def _serve(self) -> None:
         """Serve until `stop`. After an unexpected error, `healthy` is false."""
         clients = 0
@@ -291,8 +301,11 @@ class Server:
                 while self._posted:
                     self._run_guarded(*self._posted.popleft())
                     self._keep_in_memory()
+                push = time.monotonic() >= self._pushed + self._repeat
+                if push:
+                    self._pushed = time.monotonic()
                 for peer in tuple(self.peers):
-                    self._run_guarded(peer, partial(self._check_and_send, peer))
+                    self._run_guarded(peer, partial(self._check_and_send, peer, push))
                 if clients != self.clients:
                     clients = self.clients
                     self._changed()
@@ -307,7 +320,12 @@ class Server:
     def _has_unary_calls(self) -> bool:
         """Whether a client waits for a call with one response."""
         calls = (call for peer in self.peers for call in peer.calls.values())
-        return any(call.complete and isinstance(call.method, Unary) for call in calls)
+        return any(call.complete and not isinstance(call.method, Streaming) for call in calls)
+
+    @property
+    def _streams(self) -> list[Call]:
+        calls = (call for peer in self.peers for call in peer.calls.values())
+        return [call for call in calls if isinstance(call.method, Streaming)]
 
     def _close(self) -> None:
         for each in (self._selector, self._waker, self._woken):
@@ -333,6 +351,7 @@ class Server:
     def _pause(self) -> float | None:
         """Return the seconds until the next deadline or limit, at most LONGEST_WAIT; None if there is none."""
         due = [self._end] if self.stopping else []
+        due += [self._pushed + self._repeat] if self._streams else []
         for peer in self.peers:
             due += [call.deadline for call in peer.calls.values() if call.deadline is not None]
             if peer.unsent:
@@ -427,10 +446,13 @@ class Server:
         if not self._announced_stop:
             peer.receive(data, peer.active)
 
-    def _check_and_send(self, peer: _Peer) -> None:
+    def _check_and_send(self, peer: _Peer, push: bool) -> None:
         """End expired calls, send what is ready, and close the connection if the client is too slow."""
         now = time.monotonic()
         peer.expire(now)
+        for stream, call in list(peer.calls.items()) if push else ():
+            if isinstance(call.method, Streaming) and call.complete and not call.unsent:
+                peer.send(stream, call.method.current())
         self._write(peer)
         if not peer.greeted and now >= peer.connected + self._limits.greeting:
             raise ConnectionLostError("the client has not begun HTTP/2")
@@ -458,44 +480,39 @@ class Server:
         self.peers.discard(peer)
         self._selector.unregister(peer.stream)
         peer.stream.close()
-        peer.drop_all_calls()
+        peer.calls.clear()
 
     def _start(self, peer: _Peer, stream: int, call: Call) -> None:
-        """Run a call in a thread of its own. Raises RpcError if it cannot.
+        """Run a call in a thread of its own, or begin a stream. Raises RpcError if it cannot.
 
-        The limits of calls with one response and of others are separate, because streams may last as long as a
-        connection, and must not keep claims from being prepared. If the client no longer waits for a call, the call has
-        ended, but its thread may still be busy, so threads are counted.
+        If the client no longer waits for a call, the call has ended, but its thread may still be busy. So threads are
+        counted.
         """
         if self.stopping:
             raise RpcError(Code.UNAVAILABLE, "the server is stopping")
-        unary, running = isinstance(call.method, Unary), tuple(self.running)
-        limit, kind = (self._limits.calls, "calls") if unary else (self._limits.streams, "streams")
-        if sum(isinstance(each.method, Unary) is unary for each in running) >= limit:
-            raise RpcError(Code.RESOURCE_EXHAUSTED, f"{limit} {kind} are running, which is the limit")
-        if sum(len(each.request) for each in (call, *running)) > self._limits.memory // 2:
+        if isinstance(call.method, Streaming):
+            if len(self._streams) > self._limits.streams:
+                raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limits.streams} streams are open, which is the limit")
+            peer.send(stream, call.method.current())
+            return
+        if len(self.running) >= self._limits.calls:
+            raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limits.calls} calls are running, which is the limit")
+        if sum(len(each.request) for each in (call, *self.running)) > self._limits.memory // 2:
             why = f"requests have more than {self._limits.memory // 2} bytes together"
             raise RpcError(Code.RESOURCE_EXHAUSTED, why)
         self.running.add(call)
+        run = partial(self._run, peer, stream, call, call.method)
         try:
-            threading.Thread(target=self._run, args=(peer, stream, call), name="grpc-call", daemon=True).start()
+            threading.Thread(target=run, name="grpc-call", daemon=True).start()
         except RuntimeError as error:
             self.running.discard(call)
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"cannot start a thread: {error}") from error
 
-    def _run(self, peer: _Peer, stream: int, call: Call) -> None:
+    def _run(self, peer: _Peer, stream: int, call: Call, handle: Callable[[bytes], bytes]) -> None:
         """Run a call, in its thread."""
-        code, message, unary_response = Code.OK, "", None
+        response, code, message = None, Code.OK, ""
         try:
-            if isinstance(call.method, Unary):
-                unary_response = call.method.handle(call.request)
-            else:
-                for response in call.method.handle(call.request):
-                    call.taken.clear()
-                    if call.gone:
-                        break
-                    self._post(peer, partial(peer.send, stream, response))
-                    call.taken.wait()
+            response = handle(call.request)
         except RpcError as error:
             code, message = error.code, error.message
         # A bug in a handler must fail only this call. The log has the traceback.
@@ -507,9 +524,9 @@ class Server:
             self.running.discard(call)
 
         def finish() -> None:
-            # The response of a unary call is sent together with its end: server and client wake up only once.
-            if unary_response is not None:
-                peer.send(stream, unary_response)
+            # The response is sent together with its end: server and client wake up only once.
+            if response is not None:
+                peer.send(stream, response)
             peer.finish(stream, code, message)
 
         self._post(peer, finish)

@@ -30,8 +30,8 @@ from google.protobuf.message import DecodeError, Message
 
 from agent.dra import kubelet_pb2
 from agent.dra.claims import ClaimReference, PreparedDevice
-from agent.dra.grpc import Code, Method, RpcError, Streaming, Unary
-from agent.dra.grpc_server import Admit, Limits, ListeningSocket, Server
+from agent.dra.grpc import Code, Method, RpcError, Streaming
+from agent.dra.grpc_server import REPEAT, Admit, Limits, ListeningSocket, Server
 from agent.dra.inventory import Device
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
@@ -183,58 +183,11 @@ def _valid(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-REPEAT = 10.0
-"""Seconds after which the same health is sent again."""
 TIMEOUT = 60
-"""Seconds after which the kubelet considers the health unknown: several times REPEAT, as a response may be late."""
+"""Seconds after which the kubelet considers the health unknown: several times REPEAT of agent.dra.grpc_server, as a
+response may be late."""
 METHODS = ("/v1.DRAResourceHealth/NodeWatchResources", "/v1alpha1.DRAResourceHealth/NodeWatchResources")
 """The paths of the same method in Kubernetes 1.37 and in 1.36."""
-
-
-class HealthService:
-    """The health service. Before the first `publish`, the kubelet knows no device's health."""
-
-    def __init__(self, pool: str, repeat: float = REPEAT) -> None:
-        """`pool` is the pool to which all the devices belong."""
-        self._pool, self._repeat = pool, repeat
-        self._changed = threading.Condition()
-        self._devices = tuple[Device, ...]()
-        self._edition = 0
-        """How often the health has changed."""
-        self._stopped = False
-
-    @property
-    def methods(self) -> dict[str, Method]:
-        """The methods by path."""
-        return {method: Streaming(self._watch) for method in METHODS}
-
-    def publish(self, devices: Iterable[Device]) -> None:
-        """Replace the published health of all devices."""
-        now = tuple(devices)
-        with self._changed:
-            if now != self._devices:
-                self._devices = now
-                self._edition += 1
-                self._changed.notify_all()
-
-    def stop(self) -> None:
-        """End all streams."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def _watch(self, _: bytes) -> Iterator[bytes]:
-        seen = 0
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda seen=seen: self._stopped or self._edition != seen, self._repeat)  # type: ignore[misc]
-                if self._stopped:
-                    return
-                devices, seen = self._devices, self._edition
-            # A response without devices is sent too, because sending shows whether the client still listens.
-            yield encode_health(self._pool, devices, int(time.time()))
-
-
 PLUGIN_TYPE = "DRAPlugin"
 """The kind of plugin (DRAPlugin of k8s.io/kubelet/pkg/apis/pluginregistration/v1/constants.go)."""
 SERVICES = ("v1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
@@ -261,21 +214,24 @@ class DriverPlugin:
         self,
         prepare: Callable[[ClaimReference], tuple[PreparedDevice, ...]],
         unprepare: Callable[[ClaimReference], None],
-        health: HealthService,
+        pool: str,
         kubelet_root: str,
         admit: Admit,
         changed: Callable[[], None] = lambda: None,
+        repeat: float = REPEAT,
     ) -> None:
-        """Start serving. `kubelet_root` is the kubelet's root directory. `admit` says who may connect.
+        """Start serving. `pool` has all the devices. `kubelet_root` is the kubelet's root directory.
 
         `prepare` gives a claim the devices that are allocated to it, and `unprepare` takes them back. Both may be
-        called several times for the same claim, and by several threads, and may raise AgentError or OSError.
+        called several times for the same claim, and by several threads, and may raise AgentError or OSError. `admit`
+        says who may connect.
 
         `changed` is called when the registration has changed, or a server has ended. `keep_serving` must be called
         then, and when a name in one of `directories` has changed. Raises AgentError.
         """
-        self._prepare_claim, self._unprepare_claim, self._health = prepare, unprepare, health
-        self._admit, self._changed = admit, changed
+        self._prepare_claim, self._unprepare_claim, self._pool = prepare, unprepare, pool
+        self._admit, self._changed, self._repeat = admit, changed, repeat
+        self._devices: tuple[Device, ...] = ()
         self._status = RegistrationStatus(False)
         base, registry, endpoint = (
             f"{kubelet_root}/plugins",
@@ -286,16 +242,17 @@ class DriverPlugin:
         self.directories = f"{base}/{DRA_DRIVER}", registry
         """The directories of the sockets."""
         driver: dict[str, Method] = {
-            f"{SERVICE}/NodePrepareResources": Unary(self._prepare),
-            f"{SERVICE}/NodeUnprepareResources": Unary(self._unprepare),
+            f"{SERVICE}/NodePrepareResources": self._prepare,
+            f"{SERVICE}/NodeUnprepareResources": self._unprepare,
+            **dict.fromkeys(METHODS, Streaming(self._health)),
         }
         registration: dict[str, Method] = {
-            f"{REGISTRATION_SERVICE}/GetInfo": Unary(self._get_info),
-            f"{REGISTRATION_SERVICE}/NotifyRegistrationStatus": Unary(self._notify),
+            f"{REGISTRATION_SERVICE}/GetInfo": self._get_info,
+            f"{REGISTRATION_SERVICE}/NotifyRegistrationStatus": self._notify,
         }
         # The endpoint is listed, and so served, first: the kubelet connects to it right after registration.
         self._sockets = (
-            (base, endpoint, driver | health.methods, Limits()),
+            (base, endpoint, driver, Limits()),
             (registry, f"{DRA_DRIVER}-reg.sock", registration, REGISTRATION_LIMITS),
         )
         self._servers: list[Server] = []
@@ -320,23 +277,29 @@ class DriverPlugin:
         if len(self._servers) == len(self._sockets) and all(server.healthy for server in self._servers):
             return
         log.warning("the DRA driver's sockets are gone or not served: serving them again")
-        self._close()
+        self.stop()
         self._start()
 
     def stop(self) -> None:
         """Stop serving, and remove the sockets, so that the kubelet no longer uses the driver."""
-        self._health.stop()
-        self._close()
-
-    def _start(self) -> None:
-        for base, relative, methods, limits in self._sockets:
-            self._servers.append(Server(ListeningSocket(base, relative), methods, self._admit, limits, self._changed))
-
-    def _close(self) -> None:
         # The last server, which is for registration, is stopped first, so that the kubelet does not connect to an
         # endpoint that is about to stop.
         while self._servers:
             self._servers.pop().stop()
+
+    def publish_health(self, devices: Iterable[Device]) -> None:
+        """Tell the kubelet the health of all devices, if it has changed. Before the first call, it knows of none."""
+        before, self._devices = self._devices, tuple(devices)
+        if self._devices != before and self._servers:
+            self._servers[0].push()
+
+    def _start(self) -> None:
+        for base, relative, methods, limits in self._sockets:
+            listener = ListeningSocket(base, relative)
+            self._servers.append(Server(listener, methods, self._admit, limits, self._changed, self._repeat))
+
+    def _health(self) -> bytes:
+        return encode_health(self._pool, self._devices, int(time.time()))
 
     def _get_info(self, _: bytes) -> bytes:
         return kubelet_pb2.PluginInfo(

@@ -26,7 +26,7 @@ from agent.dra.claims import Checkpoint, NodeClaims, fetch_claim
 from agent.dra.evictions import Evictions
 from agent.dra.grpc_server import Admit, start_thread
 from agent.dra.inventory import DRA_VENDORS, GPU_STATES, Device, Inventory
-from agent.dra.kubelet import DriverPlugin, HealthService, KubeletPeer
+from agent.dra.kubelet import DriverPlugin, KubeletPeer
 from agent.dra.slices import COLLECTION, SELECTOR, Node, Published, Publisher
 from agent.model.conditions import Condition, ConditionType, Reason, false
 from agent.model.contract import RENEWED_AFTER, DraStatus, VendorOffer, render_dra_status
@@ -173,9 +173,8 @@ class Offer:
         fetch = functools.partial(fetch_claim, client)
         self._claims = NodeClaims(self._node, fetch, self._inventory.devices, checkpoint)
         self._evictions = Evictions(fetch, client.request)
-        self._health = HealthService(self._node)
         self._plugin = DriverPlugin(
-            self._claims.prepare, self._claims.unprepare, self._health, identity.root, admit, bell.ring
+            self._claims.prepare, self._claims.unprepare, self._node, identity.root, admit, bell.ring
         )
         self.directories = self._plugin.directories
         """`check` has something to do when a name in them has changed."""
@@ -211,7 +210,7 @@ class Offer:
             self._checked = now
             changed = self._inventory.read_facts()
         if changed:
-            self._health.publish(self._inventory.all_devices().values())
+            self._plugin.publish_health(self._inventory.all_devices().values())
         if not self._error:
             # No watch says that the API server keeps taints now.
             watched = all(each.watching for each in self.watchers) and not self._published.withheld
@@ -222,7 +221,7 @@ class Offer:
             self._retry = min(2 * self._retry, LONGEST_RETRY) if self._error else FIRST_RETRY
             self._passed = self._checked = time.monotonic()
             self._wait, self._jitter = self._retry, random.uniform(0.5, 1.0)
-            self._health.publish(self._inventory.all_devices().values())
+            self._plugin.publish_health(self._inventory.all_devices().values())
         # Evict pods only after the taints are published: otherwise, a new pod would get the GPU at once.
         if (changed or now - self._evicted >= EVICTION_INTERVAL) and not self._error:
             self._evicted = now

@@ -4,7 +4,6 @@ import os
 import stat
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import grpc
 import pytest
 from h2.events import ResponseReceived, StreamEnded
 
-from agent.dra.grpc import Code, Method, RpcError, Streaming, Unary
+from agent.dra.grpc import Code, Method, RpcError, Streaming
 from agent.dra.grpc_server import Limits, Server
 from agent.model.errors import AgentError
 from tests.fakes.grpc_serving import asking, connected, serve
@@ -27,37 +26,21 @@ class Example:
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
-        self.closed = threading.Event()
+        self.news = b"1"
+        """What streams get."""
 
     @property
     def methods(self) -> dict[str, Method]:
         return {
-            "/test.Example/Echo": Unary(lambda request: request),
-            "/test.Example/Refuse": Unary(self.refuse),
-            "/test.Example/Break": Unary(lambda request: request[len(request) : 1 // 0]),
-            "/test.Example/Wait": Unary(self.wait),
-            "/test.Example/Count": Streaming(self.count),
-            "/test.Example/Forever": Streaming(self.forever),
+            "/test.Example/Echo": bytes,
+            "/test.Example/Refuse": self.refuse,
+            "/test.Example/Break": lambda request: request[len(request) : 1 // 0],
+            "/test.Example/Wait": lambda request: request if self.go_on.wait(LONG) else b"",
+            "/test.Example/Watch": Streaming(lambda: self.news),
         }
 
     def refuse(self, request: bytes) -> bytes:
         raise RpcError(Code.RESOURCE_EXHAUSTED, "not 100 % good: Größe\n" + request.decode())
-
-    def wait(self, request: bytes) -> bytes:
-        self.go_on.wait(LONG)
-        return request
-
-    def count(self, request: bytes) -> Iterator[bytes]:
-        for number in range(int(request)):
-            yield b"%d" % number
-
-    def forever(self, request: bytes) -> Iterator[bytes]:
-        try:
-            while True:
-                yield request
-                self.go_on.wait(0.01)
-        finally:
-            self.closed.set()
 
 
 @pytest.fixture
@@ -139,18 +122,19 @@ def test_streams_block_no_calls(path: str, example: Example) -> None:
     """A client may open streams and leave them open; claims must still be prepared."""
     server = serve(path, example.methods, Limits(streams=2, calls=2))
     with grpc.insecure_channel(f"unix:{path}") as channel:
-        open_stream = channel.unary_stream("/test.Example/Forever")
-        streams = [open_stream(b"x", timeout=LONG) for _ in range(2)]
-        assert [next(each) for each in streams] == [b"x"] * 2
+        open_stream = channel.unary_stream("/test.Example/Watch")
+        streams = [open_stream(b"", timeout=LONG) for _ in range(2)]
+        assert [next(each) for each in streams] == [b"1"] * 2
         with pytest.raises(grpc.RpcError) as caught:
-            next(open_stream(b"x", timeout=LONG))
+            next(open_stream(b"", timeout=LONG))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         waiting = channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG)
         assert call(channel, "Echo", b"x") == b"x"
         example.go_on.set()
         assert waiting.result() == b""
         streams[0].cancel()
-        wait_for(lambda: next(open_stream(b"y", timeout=LONG)) == b"y" if example.closed.is_set() else False)
+        wait_for(lambda: sum(len(peer.calls) for peer in server.peers) == 1)
+        assert next(open_stream(b"", timeout=LONG)) == b"1"
     server.stop()
 
 
@@ -184,29 +168,29 @@ def test_a_call_ends_at_its_time_limit(channel: grpc.Channel, server: Server, ex
     assert call(channel, "Echo", b"x") == b"x"
 
 
-def test_streams(channel: grpc.Channel) -> None:
-    count = channel.unary_stream("/test.Example/Count")
-    assert list(count(b"0", timeout=LONG)) == []
-    assert list(count(b"5000", timeout=LONG)) == [b"%d" % number for number in range(5000)]
+def test_streams(channel: grpc.Channel, server: Server, example: Example) -> None:
+    """Each gets the current response at once, and again when it is told to."""
+    streams = [channel.unary_stream("/test.Example/Watch")(b"", timeout=LONG) for _ in range(2)]
+    for news in (b"1", b"2", b"3" * 100_000):
+        example.news = news
+        server.push()
+        assert [next(each for each in stream if each == news) for stream in streams] == [news] * 2
+    for each in streams:
+        each.cancel()
+    wait_for(lambda: not any(peer.calls for peer in server.peers))
 
 
-def test_a_stream_ends_with_its_client(channel: grpc.Channel, example: Example) -> None:
-    stream = channel.unary_stream("/test.Example/Forever")(b"x" * 100_000, timeout=LONG)
-    assert next(stream) == b"x" * 100_000
-    assert not example.closed.is_set()
-    stream.cancel()
-    assert example.closed.wait(LONG)
-
-
-def test_a_stream_waits_for_a_client_that_does_not_read(channel: grpc.Channel, server: Server) -> None:
+def test_a_stream_waits_for_a_client_that_does_not_read(
+    channel: grpc.Channel, server: Server, example: Example
+) -> None:
     """What is made and not read is bounded, and other calls go on."""
-    stream = channel.unary_stream("/test.Example/Forever")(b"x" * 1_000_000, timeout=LONG)
+    example.news = b"x" * 1_000_000
+    stream = channel.unary_stream("/test.Example/Watch")(b"", timeout=LONG)
     assert len(next(stream)) == 1_000_000
-    time.sleep(0.3)
-    waiting = sum(len(call.unsent) for peer in server.peers for call in peer.calls.values())
-    unsent = sum(len(peer.unsent) for peer in server.peers)
-    assert waiting + unsent < 4_000_000
-    assert call(channel, "Echo", b"x") == b"x"
+    for _ in range(20):
+        server.push()
+        assert call(channel, "Echo", b"x") == b"x"
+    assert sum(peer.held for peer in server.peers) < 4_000_000
 
 
 def test_stopping_lets_calls_end_and_removes_the_socket(
@@ -214,8 +198,8 @@ def test_stopping_lets_calls_end_and_removes_the_socket(
 ) -> None:
     assert os.path.exists(path)
     waiting = channel.unary_unary("/test.Example/Wait").future(b"x", timeout=LONG)
-    watching = channel.unary_stream("/test.Example/Forever")(b"x", timeout=LONG)
-    assert next(watching) == b"x"
+    watching = channel.unary_stream("/test.Example/Watch")(b"", timeout=LONG)
+    assert next(watching) == b"1"
     wait_for(lambda: server.running)
     stopping = threading.Thread(target=server.stop, args=(LONG,))
     stopping.start()

@@ -22,12 +22,12 @@ from hypothesis import strategies as some
 
 from agent.dra.claims import ClaimReference, PreparedDevice
 from agent.dra.grpc import RpcError
+from agent.dra.grpc_server import REPEAT
 from agent.dra.inventory import Device, Health
 from agent.dra.kubelet import (
     HEALTH_MESSAGE_LIMIT,
     METHODS,
     DriverPlugin,
-    HealthService,
     KubeletPeer,
     decode_claims,
     encode_health,
@@ -211,15 +211,15 @@ def kubelet() -> Iterator[Path]:
         yield Path(directory)
 
 
-def serve_driver(kubelet: Path, health: HealthService) -> DriverPlugin:
+def serve_driver(kubelet: Path, repeat: float = REPEAT) -> DriverPlugin:
     """Serve the driver in a kubelet's directory. This process is the kubelet."""
     claims = FakeClaims()
-    return DriverPlugin(claims.prepare, claims.unprepare, health, str(kubelet), this_process().refusal)
+    return DriverPlugin(claims.prepare, claims.unprepare, NODE, str(kubelet), this_process().refusal, repeat=repeat)
 
 
 @pytest.fixture
 def plugin(kubelet: Path) -> Iterator[DriverPlugin]:
-    running = serve_driver(kubelet, HealthService(NODE, repeat=0.1))
+    running = serve_driver(kubelet, repeat=0.1)
     yield running
     running.stop()
 
@@ -298,15 +298,14 @@ def test_a_malformed_request_is_an_error(plugin: DriverPlugin, kubelet: Path) ->
 
 @pytest.mark.parametrize("method", METHODS)
 def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, method: str) -> None:
-    health = HealthService(NODE, repeat=0.1)
-    plugin = serve_driver(kubelet, health)
+    plugin = serve_driver(kubelet, repeat=0.1)
     gpu = Device("gpu-0", "vendor", (), "", health=Health.HEALTHY)
     lost = Device("gpu-0", "vendor", (), "", health=Health.UNHEALTHY, health_message="Xid 79: fallen off the bus")
     with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
         stream = channel.unary_stream(method)(b"", timeout=LONG)
         assert list(read("NodeWatchResourcesResponse", next(stream)).devices) == [], "nothing is known yet"
         for device in (gpu, lost, gpu):
-            health.publish([device])
+            plugin.publish_health([device])
             answers = (read("NodeWatchResourcesResponse", each).devices for each in stream)
             found = next(each[0] for each in answers if each and each[0].health == device.health)
             assert (found.device.pool_name, found.device.device_name) == (NODE, "gpu-0")
@@ -321,14 +320,14 @@ def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, metho
 
 def test_a_change_of_health_does_not_wait_for_the_repeat(kubelet: Path) -> None:
     """Not even if it comes while nothing is sent."""
-    health = HealthService(NODE, repeat=10 * LONG)
-    plugin = serve_driver(kubelet, health)
+    plugin = serve_driver(kubelet, repeat=10 * LONG)
     with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
         stream = channel.unary_stream(METHODS[0])(b"", timeout=LONG)
+        assert not read("NodeWatchResourcesResponse", next(stream)).devices
         for state in (Health.HEALTHY, Health.UNHEALTHY):
             # By then, the server has sent everything, and waits.
             time.sleep(0.2)
-            health.publish([Device("gpu-0", "vendor", (), "", health=state)])
+            plugin.publish_health([Device("gpu-0", "vendor", (), "", health=state)])
             assert [each.health for each in read("NodeWatchResourcesResponse", next(stream)).devices] == [state]
         plugin.stop()
         with contextlib.suppress(grpc.RpcError):
@@ -375,7 +374,7 @@ def test_what_is_in_a_sockets_place_is_put_aside(
     path.parent.mkdir(parents=True)
     kept = make_foreign(path)
     inode = path.lstat().st_ino
-    plugin = serve_driver(kubelet, HealthService(NODE))
+    plugin = serve_driver(kubelet)
     register(kubelet)
     assert ask(sockets(kubelet)[1], PREPARE, reference("a"))["uid-of-a"].error == ""
     (aside,) = (each for each in path.parent.iterdir() if each != path)
@@ -394,7 +393,7 @@ def test_a_link_in_the_place_of_the_drivers_directory_is_not_followed(
     path = sockets(kubelet)[1].parent
     path.parent.mkdir()
     path.symlink_to(tmp_path)
-    plugin = serve_driver(kubelet, HealthService(NODE))
+    plugin = serve_driver(kubelet)
     register(kubelet)
     assert not path.is_symlink()
     assert f"{path} is not from this service: renamed" in caplog.text
@@ -404,7 +403,7 @@ def test_a_link_in_the_place_of_the_drivers_directory_is_not_followed(
 
 def test_a_socket_that_was_moved_behind_a_link_is_removed_and_nothing_else(kubelet: Path, tmp_path: Path) -> None:
     """Somebody replaces the driver's directory by a link while the service runs."""
-    plugin = serve_driver(kubelet, HealthService(NODE))
+    plugin = serve_driver(kubelet)
     path = sockets(kubelet)[1].parent
     path.rename(kubelet / "moved")
     path.symlink_to(tmp_path)
@@ -430,7 +429,7 @@ def test_a_driver_that_another_process_calls_is_not_registered(plugin: DriverPlu
 def test_a_failed_start_leaves_nothing(kubelet: Path) -> None:
     sockets(kubelet)[0].parent.touch()
     with pytest.raises(AgentError, match=r"reg\.sock: cannot listen"):
-        serve_driver(kubelet, HealthService(NODE))
+        serve_driver(kubelet)
     assert not sockets(kubelet)[1].exists()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import agent.dra
 from agent.dra.claims import Checkpoint, ClaimReference, NodeClaims, NotAllocatedError, Prepared
 from agent.dra.inventory import Device, Health
-from agent.dra.kubelet import DriverPlugin, HealthService, KubeletPeer
+from agent.dra.kubelet import DriverPlugin, KubeletPeer
 from agent.system.files import System
 from agent.system.process import host_runner
 from tests.fakes.dra_node import GPUS, KUBELET, NODE
@@ -50,11 +50,10 @@ def main(tree: Path) -> None:
 
     devices = {name: Device(name, "vendor", (f"vendor.com/gpu={name}",), "", health=Health.HEALTHY) for name in GPUS}
     claims = NodeClaims(NODE, fetch, lambda: devices, checkpoint)
-    health = HealthService(NODE)
-    health.publish(devices.values())
     kubelet = KubeletPeer()
     kubelet.follow(os.getppid())
-    plugin = DriverPlugin(claims.prepare, claims.unprepare, health, str(tree / KUBELET[1:]), kubelet.refusal)
+    plugin = DriverPlugin(claims.prepare, claims.unprepare, NODE, str(tree / KUBELET[1:]), kubelet.refusal)
+    plugin.publish_health(devices.values())
     sys.stdout.write("serving\n")
     sys.stdout.flush()
     while not (tree / "stop").exists():

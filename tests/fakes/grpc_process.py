@@ -6,7 +6,7 @@ Its parent is the kubelet, and ends it by closing its standard input.
 import os
 import sys
 
-from agent.dra.grpc import Unary
+from agent.dra.grpc import Method
 from agent.dra.grpc_server import Limits, ListeningSocket, Server
 from agent.dra.kubelet import KubeletPeer
 
@@ -17,7 +17,7 @@ SIZE = 1 << 20
 if __name__ == "__main__":
     kubelet = KubeletPeer()
     kubelet.follow(os.getppid())
-    methods = {ECHO: Unary(bytes), BIG: Unary(lambda _: bytes(SIZE))}
+    methods: dict[str, Method] = {ECHO: bytes, BIG: lambda _: bytes(SIZE)}
     server = Server(ListeningSocket(*os.path.split(sys.argv[1])), methods, kubelet.refusal, Limits())
     sys.stdout.write("serving\n")
     sys.stdout.flush()

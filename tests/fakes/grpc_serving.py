@@ -12,7 +12,7 @@ from pathlib import Path
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 
-from agent.dra.grpc import Method, Streaming, Unary, with_prefix
+from agent.dra.grpc import Method, with_prefix
 from agent.dra.grpc_server import Limits, ListeningSocket, Server
 from agent.dra.kubelet import KubeletPeer
 from tests.fakes.grpc_process import ECHO
@@ -51,10 +51,10 @@ def slowly(request: bytes) -> bytes:
 
 HELD = threading.Event()
 METHODS: dict[str, Method] = {
-    ECHO: Unary(bytes),
-    "/test.Example/Slow": Unary(slowly),
-    "/test.Example/Hold": Unary(lambda request: request if HELD.wait(LONG) else b""),
-    "/test.Example/Fill": Streaming(lambda _: iter([b"x" * 900_000] * 99)),
+    ECHO: bytes,
+    "/test.Example/Slow": slowly,
+    "/test.Example/Hold": lambda request: request if HELD.wait(LONG) else b"",
+    "/test.Example/Fill": lambda _: bytes(8 << 20),
 }
 LIMITS = Limits(connections=4, greeting=0.5, stall=0.5)
 
