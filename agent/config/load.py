@@ -84,8 +84,6 @@ def read_document(system: System, path: str) -> Document:
             _merge(document.content, content)
         except OSError as error:
             raise ConfigError(f"{file}: cannot read it: {error.strerror}") from error
-        except RecursionError as error:
-            raise ConfigError(f"{file}: tables or lists are nested too deeply", "nest them less deeply") from error
         document.files.append((file, content))
     return document
 

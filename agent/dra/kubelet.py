@@ -116,7 +116,8 @@ def _peer_process(connection: socket.socket) -> int:
         process: int = CREDENTIALS.unpack(raw)[0]
         return process
     try:
-        lines = opening.attribute(f"/proc/self/fdinfo/{pidfd}").decode().splitlines()
+        with opening.plain(f"/proc/self/fdinfo/{pidfd}") as file:
+            lines = file.read().decode().splitlines()
     finally:
         os.close(pidfd)
     # -1 for a process that has ended (proc(5)).

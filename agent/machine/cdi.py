@@ -5,7 +5,6 @@ never replaces one that serves more, unless the published one is faulty.
 """
 
 import contextlib
-import json
 import math
 import posixpath
 import time
@@ -385,9 +384,9 @@ def _narrow(context: Context, spec: _Spec) -> str:
         if not owned.has(path) or not system.exists(path):
             return ""
         # The file may be malformed, or the disk full. The file can still be removed.
-        with contextlib.suppress(OSError, ValueError, RecursionError):
+        with contextlib.suppress(OSError, ValueError):
             text = system.read_untrusted(path)[0]
-            rest = narrowed(json.loads(text), spec.request)
+            rest = narrowed(parse_json(text), spec.request)
             if rest is not None:
                 content = json_for_yaml(normalised(rest), sort_keys=True)
                 if content != text:
@@ -441,9 +440,9 @@ def allocatable_vendor(
     devices: tuple[AllocatableDevice, ...] = ()
     if verified:
         try:
-            spec = json.loads(context.system.read_untrusted(vendor.spec_path)[0])
+            spec = parse_json(context.system.read_untrusted(vendor.spec_path)[0])
             devices = vendor.allocatable(spec, request, frozenset(verified))
-        except (AgentError, OSError, ValueError, RecursionError) as error:
+        except (AgentError, OSError, ValueError) as error:
             # Somebody replaced the specification after it was verified. The next run repairs it.
             problem = f"{vendor.spec_path}: {one_line(str(error))}"
     return AllocatableVendor(vendor.name, devices, problem, request.driver_version)

@@ -228,12 +228,10 @@ def parse(path: str, text: bytes) -> Table:
     """Parse TOML. Raises DocumentError, which names the file."""
     try:
         return parse_toml(text.decode())
-    except RecursionError as error:
-        raise DocumentError(f"{path}: nested too deeply: {error}", "nest its tables less deeply") from error
     # The text is not TOML or UTF-8, or has a number with more digits than int() accepts.
     except ValueError as error:
         raise DocumentError(
-            f"{path}: not TOML: {error}", "repair it: containerd cannot start with it either"
+            f"{path}: not TOML: {error}", "repair it: containerd may not start with it either"
         ) from error
 
 
@@ -246,16 +244,11 @@ def read_optional(system: System, path: str) -> bytes | None:
 
 
 def render_toml(table: Mapping[str, Any], header: str = "") -> bytes:
-    """Return plain data as TOML text. Raises DocumentError."""
+    """Return plain data as TOML text."""
     # Imported here: the import takes longer than a run that writes nothing.
     import tomlkit
 
-    try:
-        return (header + tomlkit.dumps(table)).encode()
-    except RecursionError as error:
-        raise DocumentError(
-            f"{MAIN}, or what it imports, cannot be edited: its tables are nested too deeply", "repair it"
-        ) from error
+    return (header + tomlkit.dumps(table)).encode()
 
 
 def with_import(text: bytes, pattern: str) -> bytes:

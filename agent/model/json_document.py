@@ -28,12 +28,28 @@ NAME_SHOWN = 100
 """Characters of a name in a document that an error shows."""
 
 
-def parse_json(data: bytes | str) -> Any:  # noqa: ANN401
-    """Return what a JSON document has. Raises ValueError for any that is invalid, or nested too deeply."""
+LEVELS = 100
+"""The deepest nesting of a document: whatever handles a value may recurse."""
+
+
+def decoded(loads: Callable[[Any], Any], data: object) -> Any:  # noqa: ANN401
+    """Return what `loads` makes of a document. Raises ValueError for any that is invalid, or nested too deeply."""
     try:
-        return json.loads(data)
+        value = loads(data)
     except RecursionError as error:
         raise ValueError(f"nested too deeply: {error}") from error
+    level = [value]
+    for _ in range(LEVELS):
+        lists = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [child for each in lists for child in each]
+    if level:
+        raise ValueError(f"nested too deeply: it has more than {LEVELS} levels")
+    return value
+
+
+def parse_json(data: bytes | str) -> Any:  # noqa: ANN401
+    """Return what a JSON document has. Raises ValueError for any that is invalid, or nested too deeply."""
+    return decoded(json.loads, data)
 
 
 def parse_object(where: str, data: bytes) -> dict[str, Any]:

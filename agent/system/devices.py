@@ -136,7 +136,7 @@ class Sysfs:
             override = ""
             if not driver:
                 with contextlib.suppress(FileNotFoundError):
-                    override = self._system.attribute(f"{place}/driver_override").strip().replace("(null)", "")
+                    override = self._system.read_text(f"{place}/driver_override").strip().replace("(null)", "")
             virtual = self._system.exists(f"{place}/physfn")
             integrated = self._is_integrated(address, names)
             vendor = self._number(f"{place}/vendor")
@@ -167,7 +167,7 @@ class Sysfs:
         if processed:
             # As soon as udevd has set mode and owner of the node, it sends an event, which causes a pass.
             try:
-                number = self._system.attribute(f"{DRM}/{name}/dev").strip()
+                number = self._system.read_text(f"{DRM}/{name}/dev").strip()
             except OSError as error:
                 if error.errno in NOT_FOUND:
                     return None
@@ -181,7 +181,7 @@ class Sysfs:
         return DrmDevice(f"{DRI}/{name}", device if PCI_ADDRESS.fullmatch(device) else "")
 
     def _number(self, path: str) -> int:
-        text = self._system.attribute(path).strip()
+        text = self._system.read_text(path).strip()
         try:
             return int(text, 16)
         except ValueError:
@@ -309,8 +309,8 @@ def program_runs(system: System, name: str) -> bool:
     for pid in pids:
         # A process may have ended since /proc was listed.
         with contextlib.suppress(OSError):
-            has_name = system.attribute(f"/proc/{pid}/comm").rstrip("\n") == name[:NAME_LIMIT]
+            has_name = system.read_text(f"/proc/{pid}/comm").rstrip("\n") == name[:NAME_LIMIT]
             # The state follows the name, which is in parentheses, and may itself have spaces and parentheses.
-            if has_name and not system.attribute(f"/proc/{pid}/stat").rpartition(") ")[2].startswith(ENDED):
+            if has_name and not system.read_text(f"/proc/{pid}/stat").rpartition(") ")[2].startswith(ENDED):
                 return True
     return False

@@ -22,7 +22,6 @@ from agent.model.errors import BusError
 from agent.model.paths import RUNTIME, STATE
 from agent.system import removal, statx
 from agent.system.opening import (
-    attribute,
     content,
     lock_file,
     new_file,
@@ -382,14 +381,6 @@ class System:
     def read_text(self, path: str) -> str:
         """Return the content of a regular file as text. Bytes that are not UTF-8 become surrogates."""
         return self.read(path).decode(errors="surrogateescape")
-
-    def attribute(self, path: str) -> str:
-        """Return the text of a short file in /sys or /proc, with fewer system calls than `read_text`.
-
-        The file's type is not checked, because only the kernel can make files there. For a file that a driver provides,
-        use `deadlines.read_device_text`: reading it may block.
-        """
-        return attribute(self._at(path)).decode(errors="surrogateescape")
 
     def lines(self, path: str) -> Iterator[bytes]:
         """Yield the lines of a file in /proc, of any size, without the newline. Only a newline ends a line."""

@@ -96,18 +96,6 @@ def stream(place: str) -> int:
     return os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
-def attribute(place: str) -> bytes:
-    """Return the first 4096 bytes of a file in sysfs or procfs."""
-    descriptor = stream(place)
-    try:
-        return os.read(descriptor, 4096)
-    except OSError as error:
-        # An error of read(2) has no path.
-        raise OSError(error.errno, error.strerror, place) from None
-    finally:
-        os.close(descriptor)
-
-
 def new_file(place: str) -> io.BufferedWriter:
     """Create a file for writing, which only its owner may read whatever the umask. Raises FileExistsError."""
     return open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb")

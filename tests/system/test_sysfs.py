@@ -28,10 +28,10 @@ class Removing(System):
             self.removed.unlink()
         return super().read_link(path)
 
-    def attribute(self, path: str) -> str:
+    def read_text(self, path: str) -> str:
         if self.failing and path.endswith(str(self.failing.filename)):
             raise OSError(self.failing.errno, self.failing.strerror, path)
-        return super().attribute(path)
+        return super().read_text(path)
 
 
 class Tree:

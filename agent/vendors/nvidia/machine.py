@@ -61,8 +61,6 @@ def edit_runtime_config(text: str) -> str:
         except Exception:
             pass
         return f"# Setting the agent's keys removed the comments.\n{tomlkit.dumps(wanted)}"
-    except RecursionError as error:
-        raise DocumentError(f"{where}: nested too deeply: {error}", "nest tables less deeply, or remove it") from error
     # The text is not TOML, or has a number with more digits than int() accepts.
     except ValueError as error:
         raise DocumentError(f"{where}: not TOML: {error}", "repair or remove it") from error

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from agent.model.errors import AgentError, DocumentError
 from agent.model.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen, UserSpace, VendorFacts
+from agent.model.json_document import parse_json
 from agent.model.text import whole_number
 from agent.system.deadlines import call_device
 from agent.system.files import NOT_FOUND, UNUSABLE, System
@@ -647,14 +648,14 @@ class _Companions(Struct):
             if not manifest:
                 name = text.strip()
                 return f"{new}\n" if (new := pod_path(name)) != name else ""
-            document = json.loads(text)
+            document = parse_json(text)
             changed = _replaced(document, pod_path)
             return json.dumps(changed, indent=4) + "\n" if changed != document else ""
         except OSError as error:
             if error.errno in NOT_FOUND | UNUSABLE:
                 return ""
             raise
-        except (ValueError, RecursionError):
+        except ValueError:
             return ""
 
 
