@@ -1,7 +1,6 @@
 """Plans the goal from configuration, facts and the time. Pure: the same facts in any order give the same bytes."""
 
-import re
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -11,13 +10,12 @@ from agent.host.plan.driver_roots import named_roots
 from agent.host.plan.live_devices import owners, permissions_to_keep, withdrawn_nodes
 from agent.host.plan.nspawn import (
     ADDRESS_FAMILIES,
-    CONFIGURED,
+    BIND,
     KNOWS_ADDRESS_FAMILIES,
-    SYS_MODULE,
     bindable,
     device_allow,
     escape,
-    from_template,
+    fixed_lines,
     render_drop_in,
     render_nspawn,
     split_mounts,
@@ -453,6 +451,11 @@ def _machine_goal(
     )
     allow = device_allow(settings, template, nodes)
     allow += permissions_to_keep(machine, facts, allow)
+    drop_in = render_drop_in(name, settings, allow)
+    # The digest has all configured mounts, even those without a source: a source that appears or disappears must not
+    # change it.
+    configured = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts))
+    fixed = sha256(b"\n".join(fixed_lines(configured, drop_in)))
     handoff = Handoff(
         name,
         facts.architecture,
@@ -476,12 +479,12 @@ def _machine_goal(
         name=name,
         grants=grants,
         nspawn=OwnedFile(nspawn_file(name), nspawn),
-        drop_in=OwnedFile(unit_drop_in(name), render_drop_in(name, settings, allow)),
+        drop_in=OwnedFile(unit_drop_in(name), drop_in),
         handoff=handoff,
         handoff_file=OwnedFile(handoff_file(name), render_handoff(handoff)),
         granted=granted,
         live=LiveSettings(
-            fixed=_fixed_digest(name, settings, template),
+            fixed=fixed,
             allow=allow,
             nodes={
                 **{node.path: f"{node.number.major}:{node.number.minor}" for node in nodes},
@@ -588,34 +591,10 @@ def _resolv_conf(settings: MachineSettings, facts: Facts) -> str:
     return "replace-uplink" if facts.stub_resolver else "replace-host"
 
 
-def _fixed_digest(name: str, settings: MachineSettings, template: tuple[DeviceAllow, ...]) -> str:
-    """Return a digest of the settings whose change needs a restart: all but the devices and ResolvConf=."""
-    # All configured mounts are included, even those without a source: a source that appears or disappears must not
-    # change the digest.
-    nspawn = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts))
-    # These lines are left out: a machine that runs without them needs no restart.
-    nspawn = nspawn.replace(f"{SYS_MODULE}\n".encode(), b"").replace(f"{CONFIGURED}\n".encode(), b"")
-    # The comments in the drop-in count: rewording one would make every running machine need a restart.
-    drop_in = render_drop_in(name, settings, from_template(template), whole=False)
-    return sha256(nspawn + drop_in)
-
-
 # Derives a running machine's live settings from copies of the files that it started with.
 #
 # That is necessary if the record of the live settings is missing (prepare@ did not write it, or it was damaged since),
 # or does not say with which settings the machine started.
-
-
-NOT_COMPARED = re.compile(
-    rb"^(?:#.*|After=.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*|TimeoutStopSec=.*)\n?", re.MULTILINE
-)
-"""Lines of a drop-in that are not compared. Devices can change while a machine runs. Comments, the order of units, the
-commands before the start and the limit for the stop differ between releases of the agent. A backslash at the end of a
-line continues it (systemd.syntax(7))."""
-BIND = re.compile(rb"Bind(?:ReadOnly)?=(.*)")
-"""A line of a .nspawn file that binds a path."""
-DEVICE = re.compile(rb"/dev/(?!kmsg$)")
-"""The beginning of a device's path, other than /dev/kmsg."""
 
 
 def with_live(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
@@ -638,19 +617,18 @@ def with_live(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
 def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, bytes]) -> LiveSettings:
     """Return the live settings that follow from the files that the machine started with.
 
-    `fixed` is empty if these files differ from the goal in more than devices, daemons' directories, and the lines of
-    NOT_COMPARED.
+    `fixed` is empty if these files differ from the goal in lines that need a restart.
     """
-    nspawn, drop_in = started[0].splitlines(), started[1].decode(errors="replace")
     paths = {path: escape(path).encode() for path in goal.live.nodes}
-    same = _fixed_lines(nspawn, paths.values()) == _fixed_lines(goal.nspawn.content.splitlines(), paths.values())
-    same = same and NOT_COMPARED.sub(b"", started[1]) == NOT_COMPARED.sub(b"", goal.drop_in.content)
-    lines = (line for line in drop_in.splitlines() if line.startswith("DeviceAllow=/dev/char/"))
+    wanted = fixed_lines(goal.nspawn.content, goal.drop_in.content, paths.values())
+    same = fixed_lines(*started, paths.values()) == wanted
+    drop_in = started[1].decode(errors="replace").splitlines()
+    lines = (line for line in drop_in if line.startswith("DeviceAllow=/dev/char/"))
     at_start = [DeviceAllow.parse(line.partition("=")[2]) for line in lines]
     numbers = {entry.node for entry in at_start}
     # Daemons' directories are left out, because it is unknown which of them existed at the start. So they are bound
     # again.
-    bound = {bind[1] for bind in map(BIND.fullmatch, nspawn) if bind}
+    bound = {bind[1] for bind in map(BIND.fullmatch, started[0].splitlines()) if bind}
     nodes = {
         path: number
         for path, number in goal.live.nodes.items()
@@ -665,13 +643,3 @@ def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, byt
     fixed, mounts = (goal.live.fixed, goal.live.mounts) if same else ("", ())
     # `unsure` because no record says which of these permissions are in force: this pass sets the entire list again.
     return LiveSettings(fixed, allow, nodes, unsure=True, mounts=mounts)
-
-
-def _fixed_lines(nspawn: Sequence[bytes], bound: Collection[bytes]) -> list[bytes]:
-    """Return the lines of a .nspawn file that need a restart if they change.
-
-    Comments, ResolvConf=, ADDRESS_FAMILIES, and binds of devices and of the paths in `bound` do not.
-    """
-    compared = (line for line in nspawn if not line.startswith((b"#", b"ResolvConf=", ADDRESS_FAMILIES.encode())))
-    binds = ((line, BIND.fullmatch(line)) for line in compared)
-    return [line for line, bind in binds if not bind or (bind[1] not in bound and not DEVICE.match(bind[1]))]

@@ -1,6 +1,7 @@
 """Renders a machine's settings file, systemd.nspawn(5). Pure."""
 
 import posixpath
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -208,18 +209,8 @@ also replace the file behind the device (LOOP_CHANGE_FD, drivers/block/loop.c).
 
 
 STOP_AFTER = ("remote-fs.target", DRIVER_ROOTS_TARGET, *(name for each in HOST_VENDORS for name in each.services))
-STOP_ORDER = (
-    "# At the host's shutdown, the machine stops before these. The order through prepare@ does not count then,",
-    "# because systemd orders only what it starts or stops, and prepare@ is not active.",
-    f"After={' '.join(STOP_AFTER)}",
-)
-"""Lets the machine stop before the host stops or unmounts what its pods use. At the start, prepare@ waits for the same
-units. If the agent was removed, these lines make the machine wait."""
-STOP_LIMIT = (
-    "# In the machine, systemd kills after 90 s what ignores SIGTERM, such as a pod's `sleep infinity`. With the",
-    "# same limit here, the default, the whole machine would be killed in the middle of its shutdown.",
-    "TimeoutStopSec=120",
-)
+"""What the machine stops before, because its pods use it. At the start, prepare@ waits for the same units. If the agent
+was removed, the machine waits."""
 
 
 def device_allow(
@@ -230,12 +221,8 @@ def device_allow(
     kmsg = (DeviceAllow("/dev/kmsg", "rw"),) if settings.nspawn.kmsg else ()
     modes = {device.path: device.mode for device in settings.extra_devices}
     granted = (DeviceAllow(node_by_number(node.number), modes.get(node.path, settings.device_mode)) for node in nodes)
-    return (*from_template(template), *kmsg, *granted)
-
-
-def from_template(template: tuple[DeviceAllow, ...]) -> tuple[DeviceAllow, ...]:
-    """Return the template's entries that a machine gets."""
-    return tuple(entry for entry in template if not entry.node.startswith(NOT_FOR_MACHINES))
+    from_template = (entry for entry in template if not entry.node.startswith(NOT_FOR_MACHINES))
+    return (*from_template, *kmsg, *granted)
 
 
 def node_by_number(number: DeviceNumber) -> str:
@@ -243,24 +230,20 @@ def node_by_number(number: DeviceNumber) -> str:
     return f"/dev/char/{number.major}:{number.minor}"
 
 
-def render_drop_in(
-    machine: str, settings: MachineSettings, allow: tuple[DeviceAllow, ...], *, whole: bool = True
-) -> bytes:
-    """Return the drop-in with the DeviceAllow= list `allow`.
-
-    If not `whole`, omit the commands before each start, and the lines that concern only the machine's stop: if a
-    machine was started without these lines, it needs no restart.
-    """
+def render_drop_in(machine: str, settings: MachineSettings, allow: tuple[DeviceAllow, ...]) -> bytes:
+    """Return the drop-in with the DeviceAllow= list `allow`."""
     lines = [
         "[Unit]",
         f"Wants=unbounded-agent-prepare@{machine}.service",
         f"After=unbounded-agent-prepare@{machine}.service",
-        *(STOP_ORDER if whole else ()),
+        "# At the host's shutdown, the machine stops before these. The order through prepare@ does not count then,",
+        "# because systemd orders only what it starts or stops, and prepare@ is not active.",
+        f"After={' '.join(STOP_AFTER)}",
         "# A machine whose start fails, for want of a node that is bound, is tried again until it works.",
         "StartLimitIntervalSec=0",
         "",
         "[Service]",
-        *(before_start(machine) if whole else ()),
+        *before_start(machine),
         *(f"Environment={quote(f'{name}={value}')}" for name, value in sorted(settings.nspawn.environment.items())),
         "# The template's 16384 would cap the processes of the whole node.",
         "TasksMax=infinity",
@@ -268,7 +251,9 @@ def render_drop_in(
         "LimitMEMLOCK=infinity",
         "Restart=on-failure",
         "RestartSec=2",
-        *(STOP_LIMIT if whole else ()),
+        "# In the machine, systemd kills after 90 s what ignores SIGTERM, such as a pod's `sleep infinity`. With the",
+        "# same limit here, the default, the whole machine would be killed in the middle of its shutdown.",
+        "TimeoutStopSec=120",
         "# An empty assignment first, then the template's list without loop devices and device mapper: otherwise what",
         "# systemctl set-property once wrote into 50-DeviceAllow.conf would stay allowed. Further devices: a drop-in",
         "# that sorts behind this one.",
@@ -285,6 +270,34 @@ def quote(value: str) -> str:
     """
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'
+
+
+# Which changes of both files need a restart.
+
+
+NOT_COMPARED = ("#", "ResolvConf=", ADDRESS_FAMILIES, SYS_MODULE)
+"""Lines of a .nspawn file without which a machine may run on."""
+NOT_COMPARED_IN_DROP_IN = re.compile(
+    rb"^(?:#.*|After=.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*|TimeoutStopSec=.*)\n?", re.MULTILINE
+)
+"""Devices can change while a machine runs. Comments, the order of units, the commands before the start and the limit
+for the stop differ between releases of the agent. A backslash at the end of a line continues it (systemd.syntax(7))."""
+BIND = re.compile(rb"Bind(?:ReadOnly)?=(.*)")
+"""A line of a .nspawn file that binds a path."""
+DEVICE = re.compile(rb"/dev/(?!kmsg$)")
+"""The beginning of a device's path, other than /dev/kmsg."""
+
+
+def fixed_lines(nspawn: bytes, drop_in: bytes, bound: Collection[bytes] = ()) -> list[bytes]:
+    """Return the lines of both files that need a restart if they change.
+
+    Binds of devices do not, nor those of the paths in `bound`, which has the running machine's nodes and directories.
+    """
+    binds = ((line, BIND.fullmatch(line)) for line in nspawn.splitlines())
+    fixed = [line for line, bind in binds if not bind or (bind[1] not in bound and not DEVICE.match(bind[1]))]
+    not_compared = tuple(each.encode() for each in NOT_COMPARED)
+    fixed = [line for line in fixed if not line.startswith(not_compared)]
+    return [*fixed, *NOT_COMPARED_IN_DROP_IN.sub(b"", drop_in).splitlines()]
 
 
 # Plans the extra mounts of a machine.

@@ -1,6 +1,5 @@
 """The goal is a pure function of configuration and facts."""
 
-import hashlib
 import random
 import re
 from pathlib import Path
@@ -15,22 +14,19 @@ from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan, select
 from agent.host.plan.nspawn import (
     CONFIGURED,
-    STOP_LIMIT,
-    STOP_ORDER,
     SYS_MODULE,
     before_start,
     bindable,
     escape,
+    fixed_lines,
     quote,
-    render_drop_in,
-    render_nspawn,
 )
 from agent.host.vendors import HOST_VENDORS
 from agent.model.device import DeviceKind
 from agent.model.facts import Absent, DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts
 from agent.model.goal import ReloadUnits, RemoveFile, Share, StageDriverRoot, WriteFile
 from agent.model.paths import DRIVER_ROOTS_TARGET, device_allow_drop_in, nspawn_file, unit_drop_in
-from tests.fakes.facts import CONFIG, TEMPLATE, facts, node, nvidia, staged
+from tests.fakes.facts import CONFIG, facts, node, nvidia, staged
 
 
 def configured(**settings: object) -> Config:
@@ -91,19 +87,23 @@ def test_sys_module_is_bound_if_nspawn_leaves_it_out(settings: dict[str, object]
     assert (SYS_MODULE in machine.nspawn.content.decode().splitlines()) is private
 
 
-def test_lines_that_only_prepare_a_start_need_no_restart() -> None:
-    """A release that changes it must not call every running machine outdated."""
+def test_lines_that_only_prepare_a_start_or_a_stop_need_no_restart() -> None:
+    """A release that changes them must not call every running machine outdated."""
     config = configured(nspawn={"extra": {"Files": {"Bind": ["/srv/data"]}}})
     (machine,) = plan(config, facts()).goal.machines
-    fixed = render_nspawn("gpu-node", config.machines["gpu-node"].nspawn, ()).replace(f"{SYS_MODULE}\n".encode(), b"")
-    drop_in = render_drop_in("gpu-node", config.machines["gpu-node"], TEMPLATE)
-    assert f"{CONFIGURED}\nBind=/srv/data\n".encode() in machine.nspawn.content
-    fixed = fixed.replace(f"{CONFIGURED}\n".encode(), b"")
-    for lines in (before_start("gpu-node"), STOP_ORDER, STOP_LIMIT):
-        own = "".join(f"{line}\n" for line in lines).encode()
-        assert own in drop_in
-        drop_in = drop_in.replace(own, b"")
-    assert machine.live.fixed == hashlib.sha256(fixed + drop_in).hexdigest()
+    nspawn, drop_in = machine.nspawn.content, machine.drop_in.content
+    assert f"{CONFIGURED}\nBind=/srv/data\n".encode() in nspawn
+    older = nspawn.replace(f"{CONFIGURED}\n".encode(), b"").replace(f"{SYS_MODULE}\n".encode(), b"")
+    lines = drop_in.decode().split("\n")
+    kept = [line for line in lines if not line.startswith(("#", "TimeoutStopSec=", "After=", "DeviceAllow="))]
+    shorter = "\n".join(kept).encode()
+    for line in before_start("gpu-node"):
+        shorter = shorter.replace(f"{line}\n".encode(), b"")
+    assert len(shorter) < len(drop_in) / 2
+    assert fixed_lines(older, shorter) == fixed_lines(nspawn, drop_in)
+    for changed in (nspawn.replace(b"VirtualEthernet=no", b"VirtualEthernet=yes"), nspawn.replace(b"/srv/data", b"/x")):
+        assert fixed_lines(changed, drop_in) != fixed_lines(nspawn, drop_in)
+    assert fixed_lines(nspawn, drop_in.replace(b"TasksMax=infinity", b"")) != fixed_lines(nspawn, drop_in)
 
 
 def test_a_machine_stops_before_what_its_pods_use() -> None:
