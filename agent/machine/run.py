@@ -225,8 +225,11 @@ def settle(context: Context) -> Outcome:
     if context.notes.may_have(devices.WITHDRAWN):
         kind, what = ConditionType.DEVICES_ALLOWED, "which processes still have nodes open that are no longer granted"
         merged = _remarked(merged, kind, what, lambda: devices.left_open_remark(context))
-    if system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
-        merged += (node_condition_set(context.notes),)
+    try:
+        if system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
+            merged += (node_condition_set(context.notes),)
+    except OSError as error:
+        merged += (false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error)),)
     names = tuple(device for outcome in outcomes for device in outcome.devices)
     return Outcome(merged, names, fabric=tuple(answer for outcome in outcomes for answer in outcome.fabric))
 
