@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agent.cli.output import difference, document, print_machines, print_no_machines, report_problems
-from agent.cli.printing import progress, report, report_failures, say
+from agent.cli.printing import confirm, progress, report, report_failures, say
 from agent.config.settings import MACHINE_NAME
 from agent.host.joining import Watch, wait_for_servers
 from agent.host.observe.machine import observe_joined, observe_units
@@ -168,6 +168,15 @@ def chosen(reconciler: Reconciler, name: str) -> tuple[str, ...]:
     return (name,) if name else nodes
 
 
+def _chosen_for_up(options: argparse.Namespace, reconciler: Reconciler) -> tuple[str, ...]:
+    if options.rebuild and not options.machine:
+        raise ConfigError("--rebuild needs the name of a machine", "it removes everything in that machine")
+    names = chosen(reconciler, options.machine)
+    if options.rebuild:
+        confirm(f"everything in machine {options.machine} is removed", options)
+    return names
+
+
 def up(
     options: argparse.Namespace, reconciler: Reconciler, network: NetworkSource | None = None, ask: Asking = ask
 ) -> int:
@@ -176,9 +185,7 @@ def up(
     With --rebuild, make the node of the machine again even if it exists. Wait until the nodes have joined, and until it
     is known whether they are ready.
     """
-    if options.rebuild and not options.machine:
-        raise ConfigError("--rebuild needs the name of a machine", "it removes everything in that machine")
-    names, output, system = chosen(reconciler, options.machine), _Output(options.json), reconciler.system
+    names, output, system = _chosen_for_up(options, reconciler), _Output(options.json), reconciler.system
     reconciler.progress = output.step
     with locked(system, PROVISION_LOCK, COMMAND_WAIT, BUSY), machine_locks(system, names, "up"):
         rebuilt = frozenset(names if options.rebuild else ())
@@ -285,6 +292,7 @@ def reset(options: argparse.Namespace, reconciler: Reconciler, network: NetworkS
             f"there is no machine {name}: it is not configured, and nothing is left of it",
             f"the machines are {names}" if names else "no machine is configured, and `up` has made none",
         )
+    confirm(f"machine {name} is stopped, and everything in it is removed", options)
     others = {each: settings for each, settings in configured.items() if each != name}
     kept = set(others)
 

@@ -100,6 +100,7 @@ MACHINE = _argument("machine", "the machine's name", metavar="MACHINE")
 DRAIN = _kubeconfig("kubeconfig of a user who may cordon and drain nodes; only for machines that `up` made")
 NO_DRAIN = _flag("--no-drain", "do not drain, even with --kubeconfig")
 WHICH_GPU = "for example 0000:01:00.0, or the UUID"
+YES = _flag("--yes", "do not ask before anything is removed; without a terminal, the command never asks")
 GPU = _argument("address", WHICH_GPU, metavar="PCI-ADDRESS")
 GPU_OR_ALL = _optional("address", "PCI-ADDRESS", WHICH_GPU)
 
@@ -237,6 +238,7 @@ COMMANDS = {
         },
         _optional("machine", "MACHINE", "only this machine"),
         _flag("--rebuild", "make the root file system of MACHINE again; everything in the old one is lost"),
+        YES,
         _flag("--json", "print JSON, one object per line (docs/json.md)"),
         configuration=SAVES,
         downloads=True,
@@ -260,6 +262,7 @@ COMMANDS = {
         "sudo unbounded-agent reset gpu-node",
         {0: "the machine is removed", 1: "a step failed, or the host is not what it was before the first `up`"},
         MACHINE,
+        YES,
         configuration=REMOVES,
     ),
     "start": Command(

@@ -3,10 +3,12 @@
 It imports little, because every command needs it, even to report a wrong argument.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Iterable, Sequence
 
+from agent.model.errors import AgentError
 from agent.model.text import printable
 
 STDOUT = "standard output"
@@ -45,6 +47,17 @@ def progress(sentence: str) -> None:
 def ignore_broken_pipe() -> None:
     """Discard the rest of the output, after its reader has closed the pipe, as in `unbounded-agent status | head`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def confirm(what: str, options: argparse.Namespace) -> None:
+    """Ask on a terminal, unless --yes is given, whether to remove something. Raises AgentError without a yes.
+
+    A script has no terminal, and gets no question: it has named the machine already.
+    """
+    if not options.yes and sys.stdin and sys.stdin.isatty() and sys.stderr.isatty():
+        print(f"unbounded-agent: {printable(what)}. Continue? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise AgentError("nothing was changed", "answer y, or give --yes")
 
 
 def report_failures(failures: Sequence[str]) -> int:

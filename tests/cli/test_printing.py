@@ -1,15 +1,21 @@
 """Programs that follow a command get each of its lines when it is printed."""
 
+import io
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from agent.cli.node import in_words
 from agent.cli.printing import report, say
+from agent.model.errors import AgentError
 from agent.model.node import Check
-from tests.fakes.command import Capture
+from agent.model.paths import machine_root
+from tests.fakes.command import Capture, command
+from tests.fakes.gpu_host import MACHINE
+from tests.fakes.node_host import node_host, node_reconciler
 
 
 def test_a_line_reaches_a_pipe_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +48,34 @@ def test_output_that_cannot_be_written_needs_no_traceback(command: str, output: 
     ended = subprocess.run(("sh", "-c", program), stderr=subprocess.PIPE, text=True, check=False)
     said = "unbounded-agent: standard output: No space left on device\n" if code else ""
     assert (ended.returncode, ended.stderr) == (code, said)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("answer", "option", "removed"),
+    [
+        *((answer, "", True) for answer in ("y\n", " YES\n")),
+        *((answer, "", False) for answer in ("\n", "no\n", "")),
+        ("", " --yes", True),
+    ],
+)
+@pytest.mark.usefixtures("clock")
+def test_a_person_is_asked_before_a_machine_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, option: str, removed: bool
+) -> None:
+    """As `kubeadm reset` does. A script has no terminal, and is not asked."""
+    host, shown = node_host(tmp_path / "host"), Terminal()
+    assert command(node_reconciler(host), f"up {MACHINE}", network=host.network, ask=host.ask) == 0
+    host.runner.calls.clear()
+    monkeypatch.setattr(sys, "stderr", shown)
+    for line, services in ((f"up --rebuild {MACHINE}", {"ask": host.ask}), (f"reset {MACHINE}", {})):
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        with nullcontext() if removed else pytest.raises(AgentError, match=r"nothing was changed \(answer y, or"):
+            assert command(node_reconciler(host), line + option, network=host.network, **services) == 0
+        assert host.exists(machine_root(MACHINE)) is not (removed and line.startswith("reset"))
+    assert bool(host.runner.calls) is removed
+    assert (f"everything in machine {MACHINE} is removed. Continue? [y/N] " in shown.getvalue()) is not bool(option)
