@@ -202,12 +202,16 @@ class Rule(Struct, frozen=True):
     """Describes nodes of one kind. Their numbers are from nv-chardev-numbers.h (kernel-open) and nvidia-modprobe."""
 
     kind: DeviceKind
-    pattern: re.Pattern[str]
-    """Matches the node's name, without the directory. The group, if there is one, is the minor number."""
+    name: str
+    """The node's name without the directory and, if `minor` is None, without the minor number at its end."""
     registered: tuple[str, ...]
     """Names in /proc/devices. The first one that is registered is used."""
     minor: int | None = None
-    """The minor number; None if the node's name contains the minor number."""
+    option: tuple[str, ...] = ()
+    """The option with which nvidia-modprobe makes the node; empty if neither it nor the agent does."""
+
+    def major(self, majors: Mapping[str, int]) -> int | None:
+        return next((majors[name] for name in self.registered if name in majors), None)
 
 
 FRONTEND = ("nvidia", "nvidia-frontend")
@@ -215,20 +219,21 @@ FRONTEND = ("nvidia", "nvidia-frontend")
 545, nvidiactl and nvidia-modeset also have lines of their own."""
 RULES = {
     "/dev": (
-        Rule(DeviceKind.GPU, re.compile(r"nvidia([0-9]{1,9})"), FRONTEND),
-        Rule(DeviceKind.CONTROL, re.compile(r"nvidiactl"), ("nvidiactl", *FRONTEND), 255),
-        Rule(DeviceKind.MODESET, re.compile(r"nvidia-modeset"), ("nvidia-modeset", *FRONTEND), 254),
-        Rule(DeviceKind.UVM, re.compile(r"nvidia-uvm"), ("nvidia-uvm",), 0),
-        Rule(DeviceKind.UVM_TOOLS, re.compile(r"nvidia-uvm-tools"), ("nvidia-uvm",), 1),
-        Rule(DeviceKind.NVSWITCH, re.compile(r"nvidia-nvswitchctl"), ("nvidia-nvswitch",), 255),
-        Rule(DeviceKind.NVSWITCH, re.compile(r"nvidia-nvswitch([0-9]{1,9})"), ("nvidia-nvswitch",)),
-        Rule(DeviceKind.NVLINK, re.compile(r"nvidia-nvlink"), ("nvidia-nvlink",), 0),
+        Rule(DeviceKind.CONTROL, "nvidiactl", ("nvidiactl", *FRONTEND), 255, ("-c", "255")),
+        # The minor of the GPU follows.
+        Rule(DeviceKind.GPU, "nvidia", FRONTEND, option=("-c",)),
+        Rule(DeviceKind.MODESET, "nvidia-modeset", ("nvidia-modeset", *FRONTEND), 254, ("-m",)),
+        # With -u, the number after -c is the minor of /dev/nvidia-uvm. The same run also makes /dev/nvidia-uvm-tools.
+        Rule(DeviceKind.UVM, "nvidia-uvm", ("nvidia-uvm",), 0, ("-u", "-c", "0")),
+        Rule(DeviceKind.UVM_TOOLS, "nvidia-uvm-tools", ("nvidia-uvm",), 1, ("-u", "-c", "0")),
+        Rule(DeviceKind.NVSWITCH, "nvidia-nvswitchctl", ("nvidia-nvswitch",), 255),
+        Rule(DeviceKind.NVSWITCH, "nvidia-nvswitch", ("nvidia-nvswitch",)),
+        Rule(DeviceKind.NVLINK, "nvidia-nvlink", ("nvidia-nvlink",), 0),
     ),
-    "/dev/nvidia-caps": (Rule(DeviceKind.CAPABILITY, re.compile(r"nvidia-cap([0-9]{1,9})"), ("nvidia-caps",)),),
-    "/dev/nvidia-caps-imex-channels": (
-        Rule(DeviceKind.IMEX_CHANNEL, re.compile(r"channel([0-9]{1,9})"), ("nvidia-caps-imex-channels",)),
-    ),
+    "/dev/nvidia-caps": (Rule(DeviceKind.CAPABILITY, "nvidia-cap", ("nvidia-caps",)),),
+    "/dev/nvidia-caps-imex-channels": (Rule(DeviceKind.IMEX_CHANNEL, "channel", ("nvidia-caps-imex-channels",)),),
 }
+DRM = Rule(DeviceKind.DRI_CARD, "", ("drm",))
 PREFIXES = ("nvidia", "channel")
 """Every name that a rule matches begins with one of these."""
 SWITCH_CONTROL = "/dev/nvidia-nvswitchctl"
@@ -290,16 +295,16 @@ class _NodeChecker:
                     self.problems[path] = f"{directory}/: unexpected characters in the device name {name!a}"
                     continue
                 for rule in rules:
-                    if (match := rule.pattern.fullmatch(name)) and (node := self._node(path, rule, match)):
+                    match = re.fullmatch(rule.name + ("([0-9]{1,9})" if rule.minor is None else "()"), name)
+                    if match and (node := self._node(path, rule, int(match[1] or rule.minor or 0))):
                         yield node
         for device in drm:
             kind = DeviceKind.DRI_RENDER if "/renderD" in device.path else DeviceKind.DRI_CARD
-            if device.pci_address in self._by_address and (number := self._number(device.path, ("drm",))):
+            if device.pci_address in self._by_address and (number := self._number(device.path, DRM)):
                 yield DeviceNode(device.path, kind, number, device.pci_address)
 
-    def _node(self, path: str, rule: Rule, match: re.Match[str]) -> DeviceNode | None:
-        wanted = int(match[1]) if rule.minor is None else rule.minor
-        number = self._number(path, rule.registered, wanted)
+    def _node(self, path: str, rule: Rule, wanted: int) -> DeviceNode | None:
+        number = self._number(path, rule, wanted)
         if number is None:
             return None
         # Without a name, the MIG instance was destroyed. Its node stays, but gives no longer access to anything.
@@ -336,17 +341,17 @@ class _NodeChecker:
             if gpu and (missing or (each.ci is None and each not in in_use)):
                 yield IncompletePartition(gpu.pci_address, f"MIG instance {each} of {gpu.pci_address} {why}")
 
-    def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
+    def _number(self, path: str, rule: Rule, minor: int | None = None) -> DeviceNumber | None:
         """Return the node's number; None if the node was removed or must not be used, which `problems` then says."""
         try:
             number = self._system.device(path)
         except FileNotFoundError:
             return None
-        major = next((self._majors[name] for name in registered if name in self._majors), None)
+        major = rule.major(self._majors)
         if number is None:
             self.problems[path] = f"{path}: not a character device"
         elif major is None:
-            self.problems[path] = f"{path}: its driver is not loaded ({registered[0]} is not in {PROC_DEVICES})"
+            self.problems[path] = f"{path}: its driver is not loaded ({rule.registered[0]} is not in {PROC_DEVICES})"
         elif number.major == major and minor in (None, number.minor):
             return number
         else:

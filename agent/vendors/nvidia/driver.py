@@ -31,7 +31,7 @@ from agent.system.files import System
 from agent.system.trust import classify_error, entries_if_present, read_seen
 from agent.vendors.host_vendor import PROC_DEVICES, Sources, parse_majors
 from agent.vendors.nvidia.contract import DIRECTORIES, WRITABLE
-from agent.vendors.nvidia.devices import FRONTEND, KERNEL_DRIVER, SWITCH_CONTROL, VENDOR_ID, observe_gpus
+from agent.vendors.nvidia.devices import KERNEL_DRIVER, RULES, SWITCH_CONTROL, VENDOR_ID, observe_gpus
 from agent.vendors.nvidia.places import HOST_CACHE
 
 # NVSwitch and the Fabric Manager, without which GPUs of a host with NVSwitch cannot compute.
@@ -183,19 +183,15 @@ def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
 
 def observe_module(system: System) -> Seen[str]:
     """Return the loaded module's version; Absent if it is not loaded."""
-    text = read_seen(lambda path: read_device_text(system, path), MODULE_VERSION)
-    if isinstance(text, str):
-        version = text.strip()
-        return version if VERSION.fullmatch(version) else Broken(f"{MODULE_VERSION}: not a version: {version[:80]!a}")
-    if not isinstance(text, Absent):
-        return text
-    text = read_seen(lambda path: read_device_text(system, path), PROC_VERSION)
-    if isinstance(text, Absent):
-        return Absent("the kernel module nvidia is not loaded")
-    if not isinstance(text, str):
-        return text
-    match = VERSION.search(text.partition("\n")[0])
-    return match[0] if match else Broken(f"{PROC_VERSION}: no version in {text[:80]!a}")
+    for path in (MODULE_VERSION, PROC_VERSION):
+        text = read_seen(lambda each: read_device_text(system, each), path)
+        if isinstance(text, str):
+            whole = path == MODULE_VERSION
+            match = VERSION.fullmatch(text.strip()) if whole else VERSION.search(text.partition("\n")[0])
+            return match[0] if match else Broken(f"{path}: no version in {text[:80]!a}")
+        if not isinstance(text, Absent):
+            return text
+    return Absent("the kernel module nvidia is not loaded")
 
 
 # Makes the device nodes that NVIDIA's driver leaves to user space: the nodes of each GPU, and the shared nodes.
@@ -284,22 +280,16 @@ def _make_nodes(system: System, list_gpus: Callable[[], Collection[Gpu]], report
 
 
 def _expected_nodes(majors: Mapping[str, int], gpus: Collection[Gpu], modeset: bool) -> Iterator[Node]:
-    """Yield the nodes of the drivers registered in /proc/devices. `modeset` is whether nvidia_modeset is loaded.
-
-    The fixed minors 254 and 255 are from nv-chardev-numbers.h.
-    """
-    frontend = next((majors[name] for name in FRONTEND if name in majors), None)
-    if frontend is not None:
-        minors = sorted(gpu.minor for gpu in gpus if gpu.minor is not None)
-        for name, minor in (("ctl", 255), *((str(each), each) for each in minors)):
-            yield Node(f"/dev/nvidia{name}", frontend, minor, ("-c", str(minor)))
-        if modeset:
-            # Before 545, modeset has no line of its own in /proc/devices.
-            yield Node("/dev/nvidia-modeset", majors.get("nvidia-modeset", frontend), 254, ("-m",))
-    if "nvidia-uvm" in majors:
-        # With -u, the number after -c is the minor of /dev/nvidia-uvm. The same run also makes /dev/nvidia-uvm-tools.
-        for minor, name in enumerate(("nvidia-uvm", "nvidia-uvm-tools")):
-            yield Node(f"/dev/{name}", majors["nvidia-uvm"], minor, ("-u", "-c", "0"))
+    """Yield the nodes of the drivers registered in /proc/devices. `modeset` is whether nvidia_modeset is loaded."""
+    minors = sorted(gpu.minor for gpu in gpus if gpu.minor is not None)
+    for rule in RULES["/dev"]:
+        major = rule.major(majors)
+        if not rule.option or major is None or (rule.kind is DeviceKind.MODESET and not modeset):
+            continue
+        if rule.minor is not None:
+            yield Node(f"/dev/{rule.name}", major, rule.minor, rule.option)
+        else:
+            yield from (Node(f"/dev/{rule.name}{each}", major, each, (*rule.option, str(each))) for each in minors)
 
 
 def _exists(system: System, node: Node) -> bool:

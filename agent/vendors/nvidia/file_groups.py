@@ -1,8 +1,9 @@
 """The driver's files that are not libraries: their names, their places on hosts and in a driver root. Pure data.
 
-Each group lists where its names are from. RUN: the manifest of NVIDIA's .run package, as nvidia-installer (files.c) and
-the packaging of Gentoo, Guix and Fedora read it. CTK: the files that NVIDIA Container Toolkit looks for (1.18 to 1.20,
-internal/discover/graphics.go and pkg/nvcdi/driver-nvml.go). DEBIAN: the packages of nvidia-graphics-drivers 550.
+The names are from three sources, and those of most groups from all of them: the manifest of NVIDIA's .run package, as
+nvidia-installer (files.c) and the packaging of Gentoo, Guix and Fedora read it; Debian's packages of
+nvidia-graphics-drivers 550; and what NVIDIA Container Toolkit (CTK) looks for (1.18 to 1.20,
+internal/discover/graphics.go and pkg/nvcdi/driver-nvml.go).
 
 In paths, `{version}` is the driver's version, `{triplet}` Debian's name of the architecture, `{libraries}` each
 directory of the host's driver libraries (libcuda's first), and `{firmware}` each directory in which the kernel
@@ -24,11 +25,9 @@ DRIVER_VERSION = re.compile(r"[1-9][0-9]{2,}(\.[0-9]+){1,2}")
 PLATFORM = "libnvidia-egl-"
 """Prefix of EGL's external platforms (gbm, wayland, wayland2, xcb, xlib), which distributions package separately."""
 
-RUN, CTK, DEBIAN = "RUN", "CTK", "DEBIAN"
-
 BINARIES = (
-    # The last two are from RUN (newer drivers), the others from CTK. nvidia-modprobe is left out on purpose, because it
-    # is setuid and loads modules.
+    # The last two are from the .run package (newer drivers), the others from CTK. nvidia-modprobe is left out on
+    # purpose, because it is setuid and loads modules.
     *("nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"),
     *("nvidia-imex", "nvidia-imex-ctl", "nvidia-ngx-updater", "nvidia-pcc"),
 )
@@ -36,15 +35,13 @@ BINARY_DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bi
 """Where the agent looks for programs, as pkg/lookup of CTK does."""
 
 GBM_LIBRARY, GBM_LINK = "libnvidia-allocator", "gbm/nvidia-drm_gbm.so"
-"""A library, and a link to it. Mesa's libgbm loads NVIDIA's backend by the name of the link (RUN:
-GBM_BACKEND_LIB_SYMLINK)."""
+"""A library, and a link to it. Mesa's libgbm loads NVIDIA's backend by this name."""
 
 
 class Group(NamedTuple):
     """Files that serve one purpose."""
 
     name: str
-    sources: tuple[str, ...]
     names: tuple[str, ...]
     """Patterns (fnmatch) of the files' names. A pattern with `{version}` matches only files of the driver's version."""
     directories: tuple[str, ...]
@@ -71,57 +68,46 @@ def _xorg(kind: str) -> tuple[str, ...]:
 
 
 GROUPS = (
-    Group(
-        "Vulkan", (RUN, CTK, DEBIAN), ("nvidia*.json",), _data("vulkan/icd.d"), "usr/share/vulkan/icd.d",
-        in_every_driver=True,
-    ),
+    Group("Vulkan", ("nvidia*.json",), _data("vulkan/icd.d"), "usr/share/vulkan/icd.d", in_every_driver=True),
     *(
-        Group("Vulkan layers", (RUN, CTK, DEBIAN), ("nvidia*.json",), _data(each), f"usr/share/{each}")
+        Group("Vulkan layers", ("nvidia*.json",), _data(each), f"usr/share/{each}")
         for each in ("vulkan/implicit_layer.d", "vulkan/explicit_layer.d")
     ),
-    Group("Vulkan SC", (RUN,), ("nvidia*.json",), _data("vulkansc/icd.d"), "usr/share/vulkansc/icd.d"),
+    # Only in the .run package.
+    Group("Vulkan SC", ("nvidia*.json",), _data("vulkansc/icd.d"), "usr/share/vulkansc/icd.d"),
     Group(
-        "EGL", (RUN, CTK, DEBIAN), ("*nvidia*.json",), _data("glvnd/egl_vendor.d"), "usr/share/glvnd/egl_vendor.d",
-        in_every_driver=True,
+        "EGL", ("*nvidia*.json",), _data("glvnd/egl_vendor.d"), "usr/share/glvnd/egl_vendor.d", in_every_driver=True
     ),
     Group(
-        "EGL platforms", (RUN, CTK, DEBIAN), ("*nvidia*.json",), _data("egl/egl_external_platform.d"),
+        "EGL platforms", ("*nvidia*.json",), _data("egl/egl_external_platform.d"),
         "usr/share/egl/egl_external_platform.d",
     ),
     # OpenCL's loader looks only in /etc.
-    Group(
-        "OpenCL", (RUN, CTK, DEBIAN), ("nvidia*.icd",), ("/etc/OpenCL/vendors",), "etc/OpenCL/vendors",
-        in_every_driver=True,
-    ),
+    Group("OpenCL", ("nvidia*.icd",), ("/etc/OpenCL/vendors",), "etc/OpenCL/vendors", in_every_driver=True),
     # Debian has one nvoptix.bin for each installed driver, and a link to the chosen driver's in /usr/share/nvidia.
-    Group("OptiX", (RUN, CTK, DEBIAN), ("nvoptix.bin",), ("{libraries}", "/usr/share/nvidia"), "usr/share/nvidia"),
+    Group("OptiX", ("nvoptix.bin",), ("{libraries}", "/usr/share/nvidia"), "usr/share/nvidia"),
+    # Not CTK.
     Group(
-        "application profiles", (RUN, DEBIAN), ("nvidia-application-profiles-{version}-*",), ("/usr/share/nvidia",),
-        "usr/share/nvidia",
+        "application profiles", ("nvidia-application-profiles-{version}-*",), ("/usr/share/nvidia",), "usr/share/nvidia"
     ),
-    Group("file list", (RUN,), ("sandboxutils-filelist.json",), _data("nvidia/files.d"), "usr/share/nvidia/files.d"),
-    # Proton looks for these files next to libGLX_nvidia.
+    # Only in the .run package.
+    Group("file list", ("sandboxutils-filelist.json",), _data("nvidia/files.d"), "usr/share/nvidia/files.d"),
+    # Not CTK. Proton looks for these files next to libGLX_nvidia.
     Group(
-        "NGX for Wine", (RUN, DEBIAN), ("*.dll",),
-        ("{libraries}/nvidia/wine", "/usr/lib/nvidia/wine", "/usr/lib64/nvidia/wine"), "usr/lib/{triplet}/nvidia/wine",
+        "NGX for Wine", ("*.dll",), ("{libraries}/nvidia/wine", "/usr/lib/nvidia/wine", "/usr/lib64/nvidia/wine"),
+        "usr/lib/{triplet}/nvidia/wine",
     ),
     # The target is where X servers of Debian and Ubuntu, and CTK, look without any configuration.
+    Group("Xorg", ("libglxserver_nvidia.so.{version}",), _xorg("extensions"), "usr/lib/xorg/modules/extensions"),
+    Group("Xorg driver", ("nvidia_drv.so",), _xorg("drivers"), "usr/lib/xorg/modules/drivers", needs="Xorg"),
+    # Not in the .run package. /etc/X11 is not searched: it has the host's own configuration.
     Group(
-        "Xorg", (RUN, CTK, DEBIAN), ("libglxserver_nvidia.so.{version}",), _xorg("extensions"),
-        "usr/lib/xorg/modules/extensions",
+        "Xorg configuration", ("10-nvidia.conf", "nvidia-drm-outputclass.conf"), ("/usr/share/X11/xorg.conf.d",),
+        "usr/share/X11/xorg.conf.d",
     ),
     Group(
-        "Xorg driver", (RUN, CTK, DEBIAN), ("nvidia_drv.so",), _xorg("drivers"), "usr/lib/xorg/modules/drivers",
-        needs="Xorg",
-    ),
-    # /etc/X11 is not searched: it has the host's own configuration.
-    Group(
-        "Xorg configuration", (CTK, DEBIAN), ("10-nvidia.conf", "nvidia-drm-outputclass.conf"),
-        ("/usr/share/X11/xorg.conf.d",), "usr/share/X11/xorg.conf.d",
-    ),
-    Group(
-        "GSP firmware", (RUN, CTK, DEBIAN), ("*.bin",), ("{firmware}/nvidia/{version}",),
-        "lib/firmware/nvidia/{version}", in_every_driver=True,
+        "GSP firmware", ("*.bin",), ("{firmware}/nvidia/{version}",), "lib/firmware/nvidia/{version}",
+        in_every_driver=True,
     ),
 )  # fmt: skip
 DATA_DIRECTORIES = tuple(sorted({each.target for each in GROUPS if each.target.startswith(("etc/", "usr/share/"))}))

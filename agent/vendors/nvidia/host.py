@@ -47,16 +47,12 @@ CUDA = "nvidia.com/cuda.runtime-version"
 def node_labels(driver: DriverForPods | None) -> dict[str, str]:
     """Return the labels. For a version that is unknown, there is no label."""
     labels = {PRESENT: "true"}
-    if driver is not None:
-        parts = ("major", "minor", "revision")
-        labels |= _versions(DRIVER, driver.version, parts) | _versions(CUDA, driver.interfaces.get("CUDA", ""), parts)
+    versions = {DRIVER: driver.version, CUDA: driver.interfaces.get("CUDA", "")} if driver else {}
+    for prefix, version in versions.items():
+        if version:
+            parts = zip(("major", "minor", "revision"), version.split("."), strict=False)
+            labels |= {f"{prefix}.{part}": number for part, number in (*parts, ("full", version))}
     return labels
-
-
-def _versions(prefix: str, version: str, parts: tuple[str, ...]) -> dict[str, str]:
-    """Return labels for the whole version and for each of its numbers; none for an empty version."""
-    numbers = dict(zip(parts, version.split("."), strict=False))
-    return {f"{prefix}.{part}": number for part, number in {**numbers, "full": version}.items() if version}
 
 
 COMMAND_LENGTH = 15

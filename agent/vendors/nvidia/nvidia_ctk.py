@@ -205,8 +205,7 @@ def with_no_gpu(document: dict[str, Any]) -> dict[str, Any]:
 # The files of a driver root that nvidia-ctk leaves out, and that the agent adds.
 #
 # nvidia-ctk lists libraries of the native architecture whose names end in the driver's version, and a fixed set of
-# other files (those of `file_groups.py` with the source CTK). Added entries look like those of nvidia-ctk,
-# and are verified in the same way.
+# other files. Added entries look like those of nvidia-ctk, and are verified in the same way.
 
 MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 """Options of nvidia-ctk's mounts (internal/discover/mounts.go)."""

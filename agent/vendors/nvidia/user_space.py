@@ -290,7 +290,16 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
         candidates.append(candidate)
         if not candidate.root and isinstance(candidate.version, str):
             searched.update(directory for each in candidate.found for directory in each.directories)
-    chosen = _choose(candidates, module)
+    # The first place with a driver of the module's version, or of any if that is unknown. An earlier place that could
+    # not be observed may be the right one. Then come drivers of other versions and broken ones.
+    right = [
+        each
+        for each in candidates
+        if isinstance(each.version, Unseen)
+        or (isinstance(each.version, str) and each.version == (module or each.version))
+    ]
+    usable = [each for each in candidates if not isinstance(each.version, Absent)]
+    chosen = next(iter((*right, *usable, *candidates)))
     user_space = replace(_assemble(sources, chosen), place_name=chosen.place.name)
     if configured:
         return replace(user_space, place_key=configured.name)
@@ -302,20 +311,6 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
         other_places=tuple(f"driver {each.version} in {each.place}" for each in drivers if each is not chosen),
         skipped_directories=tuple(skipped for each in candidates for skipped in each.skipped_directories),
     )
-
-
-def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
-    """Return the first place with a driver of the module's version, or of any version if `module` is empty.
-
-    If an earlier place could not be observed, return the unobserved place, because it may be the right one. If there is
-    neither such a driver nor an unobserved place, return the first place that has a driver of another version or a
-    broken driver. If all places are empty, return the first place.
-    """
-    for each in candidates:
-        right = isinstance(each.version, str) and each.version == (module or each.version)
-        if right or isinstance(each.version, Unseen):
-            return each
-    return next((each for each in candidates if not isinstance(each.version, Absent)), candidates[0])
 
 
 def _search(sources: Sources, place: Place, module: str, searched: Set[str]) -> _Candidate:

@@ -272,4 +272,4 @@ def test_information(text: str, expected: Information) -> None:
 
 def test_a_name_that_a_rule_matches_is_never_skipped() -> None:
     for rules in RULES.values():
-        assert all(rule.pattern.pattern.startswith(PREFIXES) for rule in rules)
+        assert all(rule.name.startswith(PREFIXES) for rule in rules)
