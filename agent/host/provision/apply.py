@@ -11,32 +11,12 @@ from msgspec.structs import replace
 from agent.host.apply.driver_roots import remove_all
 from agent.host.apply.steps import Performer, Progress, give_token
 from agent.host.observe.machine import enabling_link, observe_units
+from agent.host.provision import plan
 from agent.host.provision.binaries import cached, fetch, put_programs
 from agent.host.provision.host_settings import apply_host, undo_host
 from agent.host.provision.image import unpack
 from agent.host.provision.network import remove_chains
 from agent.host.provision.node_files import NODE_RECORDS, read_token, record_paths
-from agent.host.provision.plan import (
-    HOST_RECORD,
-    ChangeHost,
-    DisableUnit,
-    EnableUnit,
-    FetchBinaries,
-    FillRoot,
-    ForgetHost,
-    ForgetNode,
-    GiveToken,
-    PublishRoot,
-    RecordHost,
-    RemoveDriverRoots,
-    RemoveEmptyDirectory,
-    RemoveLeftover,
-    RemoveRoot,
-    RemoveTree,
-    RestoreHost,
-    StageRoot,
-    StopMachine,
-)
 from agent.host.state.locks import pass_lock
 from agent.model.contract import render_node_files
 from agent.model.errors import AgentError
@@ -78,32 +58,29 @@ KUBELET = tuple(f"{directory}/kubelet" for directory in ENVIRONMENT["PATH"].spli
 def performers(network: NetworkSource) -> Mapping[type[Step], Performer]:
     """Return the performer of each step of agent.host.provision.plan."""
     return {
-        RecordHost: lambda step, system, _: HOST_RECORD.write(AS_FOUND, step.found, system),
-        ChangeHost: lambda step, system, _: apply_host(step.goal, step.before, system),
-        RestoreHost: lambda step, system, _: undo_host(step.found, system),
-        StageRoot: lambda step, system, said: unpack(step.settings, step.image, step.staged, system, said),
-        FetchBinaries: lambda step, system, _: [fetch(each, BINARIES, system) for each in step.binaries],
-        FillRoot: _fill,
-        GiveToken: lambda step, system, _: give_token(step.machine, read_token(step.where, system), system),
-        PublishRoot: _publish,
-        StopMachine: lambda step, system, _: _systemctl("stop", machine_unit(step.machine), system, STOP_LIMIT),
-        RemoveRoot: _remove_root,
-        RemoveTree: lambda step, system, _: clear((step.path,), system, REMOVE_LIMIT),
-        RemoveDriverRoots: _remove_driver_roots,
-        RemoveEmptyDirectory: lambda step, system, _: system.remove_empty_directory(step.path),
-        EnableUnit: lambda step, system, _: _systemctl("enable", step.unit, system, UNIT_LIMIT),
-        DisableUnit: _disable,
-        RemoveLeftover: partial(_remove_leftover, network),
-        ForgetNode: _forget_node,
-        ForgetHost: _forget_host,
+        plan.RecordHost: lambda step, system, _: plan.HOST_RECORD.write(AS_FOUND, step.found, system),
+        plan.ChangeHost: lambda step, system, _: apply_host(step.goal, step.before, system),
+        plan.RestoreHost: lambda step, system, _: undo_host(step.found, system),
+        plan.StageRoot: lambda step, system, said: unpack(step.settings, step.image, step.staged, system, said),
+        plan.FetchBinaries: lambda step, system, _: [fetch(each, BINARIES, system) for each in step.binaries],
+        plan.FillRoot: _fill,
+        plan.GiveToken: lambda step, system, _: give_token(step.machine, read_token(step.where, system), system),
+        plan.PublishRoot: _publish,
+        plan.StopMachine: lambda step, system, _: system.run(
+            "systemctl", "stop", machine_unit(step.machine), timeout=STOP_LIMIT
+        ),
+        plan.RemoveRoot: _remove_root,
+        plan.RemoveTree: lambda step, system, _: clear((step.path,), system, REMOVE_LIMIT),
+        plan.RemoveDriverRoots: _remove_driver_roots,
+        plan.RemoveEmptyDirectory: lambda step, system, _: system.remove_empty_directory(step.path),
+        plan.ChangeUnit: _change_unit,
+        plan.RemoveLeftover: partial(_remove_leftover, network),
+        plan.ForgetNode: _forget_node,
+        plan.ForgetHost: _forget_host,
     }
 
 
-def _systemctl(verb: str, unit: str, system: System, limit: float) -> None:
-    system.run("systemctl", verb, unit, timeout=limit)
-
-
-def _fill(step: FillRoot, system: System, _: Progress) -> None:
+def _fill(step: plan.FillRoot, system: System, _: Progress) -> None:
     # If an interrupted attempt has already renamed the unpacked directory to `staged`, there is nothing to rename.
     if system.link_inode(step.unpacked) is not None:
         kubelet_of_image = any(map(system.image(step.unpacked).is_program, KUBELET))
@@ -134,7 +111,7 @@ def _fill(step: FillRoot, system: System, _: Progress) -> None:
     root.write(NODE_FILES, render_node_files(listed))
 
 
-def _publish(step: PublishRoot, system: System, _: Progress) -> None:
+def _publish(step: plan.PublishRoot, system: System, _: Progress) -> None:
     """Record the node, sync its root file system, and only then give the root file system its final name.
 
     So a root file system that has its final name is complete, and has a record.
@@ -148,7 +125,7 @@ def _publish(step: PublishRoot, system: System, _: Progress) -> None:
     system.rename(step.staged, machine_root(step.machine))
 
 
-def _remove_root(step: RemoveRoot, system: System, _: Progress) -> None:
+def _remove_root(step: plan.RemoveRoot, system: System, _: Progress) -> None:
     """Remove a machine's root file system.
 
     Raises AgentError if the machine's unit runs, is about to start, or is in an unknown state, or if anything is
@@ -171,26 +148,27 @@ def _remove_root(step: RemoveRoot, system: System, _: Progress) -> None:
     clear((aside,), system, REMOVE_LIMIT)
 
 
-def _remove_driver_roots(_: RemoveDriverRoots, system: System, progress: Progress) -> None:
+def _remove_driver_roots(_: plan.RemoveDriverRoots, system: System, progress: Progress) -> None:
     with pass_lock(system, progress):
         remove_all(system)
 
 
-def _disable(step: DisableUnit, system: System, _: Progress) -> None:
-    _systemctl("disable", step.unit, system, UNIT_LIMIT)
-    # systemd ignores a masked unit, although the command succeeds. Otherwise it has removed both of these.
-    system.remove(link := enabling_link(step.unit))
-    system.remove_empty_directory(posixpath.dirname(link))
+def _change_unit(step: plan.ChangeUnit, system: System, _: Progress) -> None:
+    system.run("systemctl", step.verb, step.unit, timeout=UNIT_LIMIT)
+    if step.verb == "disable":
+        # systemd ignores a masked unit, although the command succeeds. Otherwise it has removed both of these.
+        system.remove(link := enabling_link(step.unit))
+        system.remove_empty_directory(posixpath.dirname(link))
 
 
-def _remove_leftover(network: NetworkSource, step: RemoveLeftover, system: System, _: Progress) -> None:
+def _remove_leftover(network: NetworkSource, step: plan.RemoveLeftover, system: System, _: Progress) -> None:
     if isinstance(step.leftover, Chains):
         remove_chains(step.leftover, system)
     else:
         network.remove(step.leftover)
 
 
-def _forget_node(step: ForgetNode, system: System, _: Progress) -> None:
+def _forget_node(step: plan.ForgetNode, system: System, _: Progress) -> None:
     report = report_directory(step.machine)
     if system.is_mount(report):
         # The machine's unit mounts a file system there before each start.
@@ -200,6 +178,6 @@ def _forget_node(step: ForgetNode, system: System, _: Progress) -> None:
     NODE_RECORDS.remove(record_paths(step.machine), system)
 
 
-def _forget_host(_: ForgetHost, system: System, __: Progress) -> None:
+def _forget_host(_: plan.ForgetHost, system: System, __: Progress) -> None:
     clear((BINARIES,), system, REMOVE_LIMIT)
-    HOST_RECORD.remove(AS_FOUND, system)
+    plan.HOST_RECORD.remove(AS_FOUND, system)

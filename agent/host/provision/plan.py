@@ -3,6 +3,7 @@
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Literal
 
 from msgspec import Struct
 
@@ -170,17 +171,12 @@ class RemoveDriverRoots(NodeStep, frozen=True):
     words = "remove the staged drivers"
 
 
-class EnableUnit(NodeStep, frozen=True):
-    """Let the host start a unit at each boot, even without the agent."""
+class ChangeUnit(NodeStep, frozen=True):
+    """Let the host start a unit at each boot, even without the agent, or no longer."""
 
     kind = "change"
-    words = "enable {0.unit}"
-    unit: str
-
-
-class DisableUnit(NodeStep, frozen=True):
-    kind = "change"
-    words = "disable {0.unit}"
+    words = "{0.verb} {0.unit}"
+    verb: Literal["enable", "disable"]
     unit: str
 
 
@@ -420,7 +416,7 @@ def plan_all(host: Sequence[NodeStep], roots: Iterable[NodeStep]) -> tuple[NodeS
 
 def plan_boot(facts: NodeFacts) -> tuple[NodeStep, ...]:
     """Return the steps that let the machine start with the host, even without the agent."""
-    return tuple(EnableUnit(unit) for unit, enabled in facts.enabled.items() if not enabled)
+    return tuple(ChangeUnit("enable", unit) for unit, enabled in facts.enabled.items() if not enabled)
 
 
 def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[NodeStep, ...]:
@@ -448,7 +444,7 @@ def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[NodeStep, ...
     # Even a damaged record proves that `up` made the machine. If the record is damaged, the root file system is absent
     # (checked above), so nothing else in the record is needed.
     if not isinstance(record, Absent):
-        steps += [DisableUnit(unit)] if facts.enabled.get(unit) else []
+        steps += [ChangeUnit("disable", unit)] if facts.enabled.get(unit) else []
         running = unit_state not in ("inactive", "failed") and not isinstance(unit_state, Absent)
         steps += [StopMachine(facts.machine)] if running else []
     steps += [] if absent else [RemoveRoot(facts.machine)]
@@ -466,7 +462,7 @@ def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[NodeStep, ...]:
     if isinstance(facts.found, Broken | Unseen):
         raise _unknown_host(facts.found.why)
     found, before, now = facts.found, facts.found.host, facts.state
-    units = [DisableUnit(unit) for unit, on in facts.units.items() if on and found.units.get(unit) is False]
+    units = [ChangeUnit("disable", unit) for unit, on in facts.units.items() if on and found.units.get(unit) is False]
     # Besides differences, `up` may have loaded modules and made directories.
     loaded = any(now.modules.get(module) for module, loaded in before.modules.items() if not loaded)
     made = not {*before.absent_directories} <= {*now.absent_directories}

@@ -8,25 +8,11 @@ from msgspec.structs import replace
 
 from agent.host.apply.steps import Progress, apply
 from agent.host.observe.machine import is_enabled, observe_units
+from agent.host.provision import plan
 from agent.host.provision.apply import performers
 from agent.host.provision.host_settings import observe_host, restorable
 from agent.host.provision.network import NO_LEFTOVERS, Leftovers, leftovers, observe_network
 from agent.host.provision.node_files import NodeRecord
-from agent.host.provision.plan import (
-    HostFacts,
-    NodeStep,
-    RemoveDriverRoots,
-    RemoveEmptyDirectory,
-    RemoveRoot,
-    RemoveTree,
-    made_nodes,
-    observe_found,
-    observe_node,
-    plan_forgetting,
-    plan_removal,
-    plan_restoration,
-    since_found,
-)
 from agent.model.errors import AgentError
 from agent.model.facts import Absent
 from agent.model.node import AsFound, HostSettings, HostState, Network, NodeFile
@@ -67,54 +53,54 @@ def reset(
     """
     done: list[str] = []
 
-    def perform(*steps: NodeStep) -> None:
+    def perform(*steps: plan.NodeStep) -> None:
         done.extend(each.describe() for each in apply(steps, system, progress, performers(network)).done)
 
-    facts, host, name = observe_node(machine, system), _host(machine, system), machine_unit(machine)
+    facts, host, name = plan.observe_node(machine, system), _host(machine, system), machine_unit(machine)
     unit = observe_units([name], system)[name]
-    removal = plan_removal(facts, unit.state)
+    removal = plan.plan_removal(facts, unit.state)
     # Check both plans before anything changes: a damaged record must not stop `reset` halfway.
-    plan_restoration(host, NO_LEFTOVERS)
+    plan.plan_restoration(host, NO_LEFTOVERS)
     if not removal and isinstance(facts.record, Absent) and (host.others or isinstance(host.found, Absent)):
         # Nothing is left of the node, and the host stays as it is: it has other nodes, or no record of how it was
         # found.
         return Ending("", (), (), ())
     for step in removal:
         # Nor may a mount: what is mounted is not removed.
-        if isinstance(step, RemoveRoot | RemoveTree):
+        if isinstance(step, plan.RemoveRoot | plan.RemoveTree):
             refuse_mounts(step.path, system)
     perform(*removal)
     if failures := remove_files():
         raise AgentError("; ".join(failures), f"correct this, then run `unbounded-agent reset {machine}` again")
     if system.is_directory(directory := posixpath.dirname(unit_drop_in(machine))):
-        perform(RemoveEmptyDirectory(directory))
+        perform(plan.RemoveEmptyDirectory(directory))
     if only_machine() and not host.others and isinstance(host.found, AsFound):
-        perform(RemoveDriverRoots())
-    perform(*plan_restoration(_host(machine, system), _leftovers(network, system)))
+        perform(plan.RemoveDriverRoots())
+    perform(*plan.plan_restoration(_host(machine, system), _leftovers(network, system)))
     differences, remarks = _compare(machine, network, system)
     if unit.masked:
         remarks += (f"{name} is still masked: `systemctl unmask {name}` lets a machine of this name start again",)
     if not differences:
-        perform(*plan_forgetting(machine, host))
+        perform(*plan.plan_forgetting(machine, host))
     node = facts.record.node if isinstance(facts.record, NodeRecord) else ""
     return Ending(node, tuple(done), differences, remarks, host.others)
 
 
-def _host(machine: str, system: System) -> HostFacts:
+def _host(machine: str, system: System) -> plan.HostFacts:
     """Return the host's facts without its network. The record in `found` has only what can still be restored."""
-    found, others = observe_found(system), tuple(name for name in made_nodes(system) if name != machine)
+    found, others = plan.observe_found(system), tuple(name for name in plan.made_nodes(system) if name != machine)
     if not isinstance(found, AsFound):
-        return HostFacts(HostState({}, {}, (), {}), {}, Network(), found, others)
+        return plan.HostFacts(HostState({}, {}, (), {}), {}, Network(), found, others)
     host = restorable(found.host, system)[0]
     # A goal that names everything in the record, so that the current value of each is observed.
     files = tuple(NodeFile(path, b"") for path in host.files)
     goal = HostSettings({each: value or "" for each, value in host.sysctls.items()}, tuple(host.modules), True, files)
     units = {unit: is_enabled(unit, system) for unit in found.units}
-    return HostFacts(observe_host(goal, system), units, Network(), replace(found, host=host), others)
+    return plan.HostFacts(observe_host(goal, system), units, Network(), replace(found, host=host), others)
 
 
 def _leftovers(network: NetworkSource, system: System) -> Leftovers:
-    found = observe_found(system)
+    found = plan.observe_found(system)
     return leftovers(found.network, observe_network(network, system)) if isinstance(found, AsFound) else NO_LEFTOVERS
 
 
@@ -123,12 +109,12 @@ def _compare(machine: str, network: NetworkSource, system: System) -> tuple[tupl
 
     Both are empty if the host stays as it is: if it has other nodes, or no record of how it was found.
     """
-    host, recorded = _host(machine, system), observe_found(system)
+    host, recorded = _host(machine, system), plan.observe_found(system)
     if host.others or not isinstance(host.found, AsFound) or not isinstance(recorded, AsFound):
         return (), ()
     found, left = host.found, _leftovers(network, system)
     units = [f"{unit} is enabled" for unit, on in host.units.items() if on and found.units.get(unit) is False]
-    differences = [*since_found(found.host, host.state), *units]
+    differences = [*plan.since_found(found.host, host.state), *units]
     differences += [f"{each.describe()} is still there" for each in left.remove]
     kept = [f"{each.describe()} is new; remove it if the node made it" for each in left.keep]
     return tuple(differences), (*restorable(recorded.host, system)[1], *kept)

@@ -6,39 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from agent.config.settings import ImageSettings
+from agent.host.provision import plan
 from agent.host.provision.network import NO_LEFTOVERS, Leftovers
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
-from agent.host.provision.plan import (
-    ChangeHost,
-    DisableUnit,
-    EnableUnit,
-    FetchBinaries,
-    FillRoot,
-    ForgetHost,
-    ForgetNode,
-    HostFacts,
-    NodeFacts,
-    NodeStep,
-    PublishRoot,
-    RecordHost,
-    RemoveLeftover,
-    RemoveRoot,
-    RemoveTree,
-    RestoreHost,
-    StageRoot,
-    StopMachine,
-    made_nodes,
-    must_make_root,
-    observe_node,
-    plan_all,
-    plan_boot,
-    plan_forgetting,
-    plan_host,
-    plan_removal,
-    plan_restoration,
-    plan_root,
-    since_found,
-)
 from agent.model.errors import AgentError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.node import Check, FoundFile, HostSettings, HostState, Link, NodeBinary, NodeFile, NodeImage
@@ -52,24 +22,24 @@ IMAGE = NodeImage(f"docker://registry.example.com/nodes/agent@{DIGEST}", DIGEST,
 UNPACKED = "/var/lib/machines/.gpu-node.unbounded-agent-a1a1a1a1a1a1a1a1"
 RECORD = NodeRecord("node-1", IMAGE, 77, {}, {}, {}, 1.0)
 UNIT = "systemd-nspawn@gpu-node.service"
-NEW = NodeFacts("gpu-node", Absent("no root"), Absent("no record"), (), {UNIT: False, "machines.target": True}, "")
+NEW = plan.NodeFacts("gpu-node", Absent("no root"), Absent("no record"), (), {UNIT: False, "machines.target": True}, "")
 MADE = replace(NEW, root=77, record=RECORD)
 BINARIES = (NodeBinary("kubelet", "https://dl.k8s.io/kubelet", "b2" * 32, "/usr/local/bin/kubelet"),)
 FILES = (NodeFile("/etc/kubernetes/kubelet.json", b"{}"),)
 SETTINGS_OF_IMAGE = ImageSettings(repository="docker://registry.example.com/nodes")
-HOST = HostFacts(FOUND.host, FOUND.units, NETWORK, FOUND, ())
+HOST = plan.HostFacts(FOUND.host, FOUND.units, NETWORK, FOUND, ())
 SETTINGS = HostSettings({"kernel.panic": "10"}, (), swap_off=True, files=())
 
 
 def root_steps(
-    facts: NodeFacts = NEW, binaries: tuple[NodeBinary, ...] = BINARIES, files: tuple[NodeFile, ...] = FILES
-) -> tuple[NodeStep, ...]:
-    return plan_root(facts, RECORD, binaries, files, SETTINGS_OF_IMAGE)
+    facts: plan.NodeFacts = NEW, binaries: tuple[NodeBinary, ...] = BINARIES, files: tuple[NodeFile, ...] = FILES
+) -> tuple[plan.NodeStep, ...]:
+    return plan.plan_root(facts, RECORD, binaries, files, SETTINGS_OF_IMAGE)
 
 
 def filled_by(**other: Any) -> str:  # noqa: ANN401
     """Return where the root file system is while it is filled."""
-    (fill,) = (step for step in root_steps(**other) if isinstance(step, FillRoot))
+    (fill,) = (step for step in root_steps(**other) if isinstance(step, plan.FillRoot))
     return fill.staged
 
 
@@ -77,13 +47,13 @@ def filled_by(**other: Any) -> str:  # noqa: ANN401
 
 
 def test_a_new_node_is_complete_before_it_has_its_name() -> None:
-    assert must_make_root(NEW) is True
+    assert plan.must_make_root(NEW) is True
     staged = filled_by()
     assert root_steps() == (
-        StageRoot(SETTINGS_OF_IMAGE, IMAGE, UNPACKED),
-        FetchBinaries(BINARIES),
-        FillRoot(UNPACKED, staged, BINARIES, FILES),
-        PublishRoot("gpu-node", staged, RECORD),
+        plan.StageRoot(SETTINGS_OF_IMAGE, IMAGE, UNPACKED),
+        plan.FetchBinaries(BINARIES),
+        plan.FillRoot(UNPACKED, staged, BINARIES, FILES),
+        plan.PublishRoot("gpu-node", staged, RECORD),
     )
 
 
@@ -91,7 +61,7 @@ def test_an_interrupted_attempt_goes_on_with_what_is_unpacked() -> None:
     stale = f"{UNPACKED[:-16]}removed"
     for usable in (UNPACKED, filled_by()):
         steps = root_steps(replace(NEW, staged=(usable, stale)))
-        assert steps[:2] == (RemoveTree(stale), FetchBinaries(BINARIES))
+        assert steps[:2] == (plan.RemoveTree(stale), plan.FetchBinaries(BINARIES))
 
 
 OTHER_BINARY = replace(BINARIES[0], sha256="c3")
@@ -102,76 +72,83 @@ def test_what_was_filled_by_other_settings_is_not_used(other: dict[str, Any]) ->
     """Filling only adds programs and files: those of the earlier settings would stay."""
     filled = filled_by(**other)
     steps = root_steps(replace(NEW, staged=(filled,)))
-    assert steps[:2] == (RemoveTree(filled), StageRoot(SETTINGS_OF_IMAGE, IMAGE, UNPACKED))
+    assert steps[:2] == (plan.RemoveTree(filled), plan.StageRoot(SETTINGS_OF_IMAGE, IMAGE, UNPACKED))
 
 
 def test_a_finished_node_stays_as_it_is() -> None:
-    assert must_make_root(MADE) is False
-    assert plan_boot(replace(MADE, enabled={UNIT: True})) == ()
-    assert plan_boot(MADE) == (EnableUnit(UNIT),)
+    assert plan.must_make_root(MADE) is False
+    assert plan.plan_boot(replace(MADE, enabled={UNIT: True})) == ()
+    assert plan.plan_boot(MADE) == (plan.ChangeUnit("enable", UNIT),)
 
 
 def test_a_deleted_node_is_made_again() -> None:
-    assert must_make_root(replace(MADE, root=Absent("deleted"))) is True
+    assert plan.must_make_root(replace(MADE, root=Absent("deleted"))) is True
 
 
 def test_a_rebuild_stops_the_machine_when_the_new_root_is_complete() -> None:
-    assert must_make_root(MADE, rebuild=True) is True
+    assert plan.must_make_root(MADE, rebuild=True) is True
     kinds = [type(step) for step in root_steps(MADE)]
-    assert kinds == [StageRoot, FetchBinaries, FillRoot, StopMachine, RemoveRoot, PublishRoot]
+    assert kinds == [
+        plan.StageRoot,
+        plan.FetchBinaries,
+        plan.FillRoot,
+        plan.StopMachine,
+        plan.RemoveRoot,
+        plan.PublishRoot,
+    ]
 
 
 @pytest.mark.parametrize("rebuild", [False, True])
 @pytest.mark.parametrize("root", [77, Broken("a link"), Unseen("permission denied")])
 def test_a_root_that_up_did_not_make_is_never_touched(root: int | Broken | Unseen, rebuild: bool) -> None:
-    assert isinstance(must_make_root(replace(NEW, root=root), rebuild=rebuild), Check)
+    assert isinstance(plan.must_make_root(replace(NEW, root=root), rebuild=rebuild), Check)
 
 
 def test_a_replaced_root_and_a_damaged_record_are_reported() -> None:
     for facts in (replace(MADE, root=78), replace(MADE, record=Broken("damaged"))):
-        problem = must_make_root(facts)
+        problem = plan.must_make_root(facts)
         assert isinstance(problem, Check)
         assert "unbounded-agent up --rebuild gpu-node" in problem.advice
-        assert must_make_root(facts, rebuild=True) is True
+        assert plan.must_make_root(facts, rebuild=True) is True
 
 
 # ---- what up does to the host
 
 
 def test_the_host_changes_once_while_the_first_image_is_pulled() -> None:
-    record, change, roots = RecordHost(FOUND), ChangeHost(SETTINGS, FOUND.host), root_steps()
-    steps = plan_all((record, change), (*roots, *roots))
+    record, change, roots = plan.RecordHost(FOUND), plan.ChangeHost(SETTINGS, FOUND.host), root_steps()
+    steps = plan.plan_all((record, change), (*roots, *roots))
     assert steps == (record, *roots[:2], change, *roots[2:], *roots)
     assert [each.together for each in steps[:5]] == [False, True, True, True, False]
-    assert plan_all((change,), roots[-1:]) == (roots[-1], change)
+    assert plan.plan_all((change,), roots[-1:]) == (roots[-1], change)
 
 
 def test_the_host_is_recorded_before_it_changes() -> None:
     facts = replace(HOST, found=Absent("no record"))
-    record, change = plan_host(SETTINGS, facts, 5.0, changes=True)
-    assert record == RecordHost(replace(FOUND, recorded=5.0))
-    assert change == ChangeHost(SETTINGS, FOUND.host)
+    record, change = plan.plan_host(SETTINGS, facts, 5.0, changes=True)
+    assert record == plan.RecordHost(replace(FOUND, recorded=5.0))
+    assert change == plan.ChangeHost(SETTINGS, FOUND.host)
 
 
 def test_what_a_further_node_changes_is_added_to_the_record() -> None:
     state = HostState({"kernel.panic": "10", "vm.swappiness": "60"}, {}, (), {})
-    steps = plan_host(SETTINGS, replace(HOST, state=state), 5.0, changes=False)
-    assert steps == (RecordHost(FOUND.extended(state, FOUND.units)),)
-    assert plan_host(SETTINGS, HOST, 5.0, changes=False) == ()
+    steps = plan.plan_host(SETTINGS, replace(HOST, state=state), 5.0, changes=False)
+    assert steps == (plan.RecordHost(FOUND.extended(state, FOUND.units)),)
+    assert plan.plan_host(SETTINGS, HOST, 5.0, changes=False) == ()
     # `reset` unloads only modules that are in the record.
     state = replace(FOUND.host, modules={**FOUND.host.modules, "ip_vs": False})
-    steps = plan_host(SETTINGS, replace(HOST, state=state), 5.0, changes=False)
-    assert [each.found.host.modules["ip_vs"] for each in steps if isinstance(each, RecordHost)] == [False]
+    steps = plan.plan_host(SETTINGS, replace(HOST, state=state), 5.0, changes=False)
+    assert [each.found.host.modules["ip_vs"] for each in steps if isinstance(each, plan.RecordHost)] == [False]
 
 
 @pytest.mark.parametrize("found", [Broken("damaged"), Unseen("no permission"), Absent("lost")])
 def test_nobody_guesses_how_the_host_was(found: Broken | Unseen | Absent) -> None:
     """A lost record is not replaced by the changed host."""
     with pytest.raises(AgentError, match="how the host was before its first node"):
-        plan_host(SETTINGS, replace(HOST, found=found, others=("gpu-node",)), 5.0, changes=True)
+        plan.plan_host(SETTINGS, replace(HOST, found=found, others=("gpu-node",)), 5.0, changes=True)
     if not isinstance(found, Absent):
         with pytest.raises(AgentError, match="how the host was before its first node"):
-            plan_restoration(replace(HOST, found=found), NO_LEFTOVERS)
+            plan.plan_restoration(replace(HOST, found=found), NO_LEFTOVERS)
 
 
 # ---- what reset does
@@ -179,28 +156,33 @@ def test_nobody_guesses_how_the_host_was(found: Broken | Unseen | Absent) -> Non
 
 def test_reset_removes_the_machine_before_anything_else() -> None:
     facts = replace(MADE, enabled={UNIT: True, "machines.target": True}, staged=(UNPACKED,))
-    removed = (DisableUnit(UNIT), StopMachine("gpu-node"), RemoveRoot("gpu-node"), RemoveTree(UNPACKED))
-    assert plan_removal(facts, "active") == removed
-    assert plan_removal(MADE, "inactive") == (RemoveRoot("gpu-node"),)
+    removed = (
+        plan.ChangeUnit("disable", UNIT),
+        plan.StopMachine("gpu-node"),
+        plan.RemoveRoot("gpu-node"),
+        plan.RemoveTree(UNPACKED),
+    )
+    assert plan.plan_removal(facts, "active") == removed
+    assert plan.plan_removal(MADE, "inactive") == (plan.RemoveRoot("gpu-node"),)
 
 
 def test_reset_can_be_repeated() -> None:
-    assert plan_removal(NEW, "inactive") == ()
-    assert plan_removal(NEW, Unseen("no answer")) == (), "nothing that up made can run"
-    assert plan_removal(replace(MADE, root=Absent("removed")), Absent("no unit")) == ()
+    assert plan.plan_removal(NEW, "inactive") == ()
+    assert plan.plan_removal(NEW, Unseen("no answer")) == (), "nothing that up made can run"
+    assert plan.plan_removal(replace(MADE, root=Absent("removed")), Absent("no unit")) == ()
 
 
 def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
     """The record shows at least that `up` made the machine."""
     damaged = replace(MADE, record=Broken("damaged"), enabled={UNIT: True})
     with pytest.raises(AgentError) as error:
-        plan_removal(damaged, "inactive")
+        plan.plan_removal(damaged, "inactive")
     assert error.value.hint.endswith(
         "remove /var/lib/machines/gpu-node yourself; then run `unbounded-agent reset` again"
     )
     removed = replace(damaged, root=Absent("removed"), staged=(UNPACKED,))
-    steps = (DisableUnit(UNIT), StopMachine("gpu-node"), RemoveTree(UNPACKED))
-    assert plan_removal(removed, "active") == steps
+    steps = (plan.ChangeUnit("disable", UNIT), plan.StopMachine("gpu-node"), plan.RemoveTree(UNPACKED))
+    assert plan.plan_removal(removed, "active") == steps
 
 
 @pytest.mark.parametrize(
@@ -216,29 +198,35 @@ def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
         replace(MADE, record=Unseen("no permission"), root=Absent("removed")),
     ],
 )
-def test_reset_refuses_to_guess_what_up_made(facts: NodeFacts) -> None:
+def test_reset_refuses_to_guess_what_up_made(facts: plan.NodeFacts) -> None:
     with pytest.raises(AgentError):
-        plan_removal(facts, "inactive")
+        plan.plan_removal(facts, "inactive")
 
 
 def test_a_directory_that_has_got_the_inode_of_the_one_that_was_removed_is_anothers() -> None:
     """ext4 gives a free number away at once: `rm -rf` and `mkdir` make a directory with the same one."""
     record = replace(RECORD, born=1)
-    found = must_make_root(replace(MADE, born=2, record=record))
+    found = plan.must_make_root(replace(MADE, born=2, record=record))
     assert isinstance(found, Check)
     assert "was replaced" in found.message
     for same in (replace(MADE, born=1, record=record), replace(MADE, born=0, record=record), replace(MADE, born=2)):
-        assert must_make_root(same) is False, "the same, or the file system or an older release did not record the time"
-        assert plan_removal(same, "inactive")
+        assert plan.must_make_root(same) is False, (
+            "the same, or the file system or an older release did not record the time"
+        )
+        assert plan.plan_removal(same, "inactive")
 
 
 def test_reset_restores_the_host_after_the_last_node() -> None:
     left, now = Link("cni0", "bridge"), HostState({"kernel.panic": "10"}, {}, (), {})
     facts = replace(HOST, state=now, units={"machines.target": True})
-    steps = plan_restoration(facts, Leftovers((left,), ()))
-    assert steps == (DisableUnit("machines.target"), RestoreHost(FOUND.host), RemoveLeftover(left))
-    assert plan_restoration(HOST, NO_LEFTOVERS) == ()
-    assert plan_restoration(replace(facts, others=("other",)), Leftovers((left,), ())) == ()
+    steps = plan.plan_restoration(facts, Leftovers((left,), ()))
+    assert steps == (
+        plan.ChangeUnit("disable", "machines.target"),
+        plan.RestoreHost(FOUND.host),
+        plan.RemoveLeftover(left),
+    )
+    assert plan.plan_restoration(HOST, NO_LEFTOVERS) == ()
+    assert plan.plan_restoration(replace(facts, others=("other",)), Leftovers((left,), ())) == ()
 
 
 @pytest.mark.parametrize("now", [{"modules": {"overlay": True}}, {"absent_directories": ()}])
@@ -247,13 +235,13 @@ def test_reset_also_undoes_an_up_that_had_only_begun_to_change_the_host(now: dic
     found = replace(FOUND.host, modules={"overlay": False}, absent_directories=("/etc/needrestart",))
     began = replace(found, **now)
     facts = replace(HOST, found=replace(FOUND, host=found), state=began)
-    assert plan_restoration(facts, NO_LEFTOVERS) == (RestoreHost(found),)
-    assert plan_restoration(replace(facts, state=found), NO_LEFTOVERS) == ()
+    assert plan.plan_restoration(facts, NO_LEFTOVERS) == (plan.RestoreHost(found),)
+    assert plan.plan_restoration(replace(facts, state=found), NO_LEFTOVERS) == ()
 
 
 def test_the_records_go_last() -> None:
-    assert plan_forgetting("gpu-node", HOST) == (ForgetNode("gpu-node"), ForgetHost())
-    assert plan_forgetting("gpu-node", replace(HOST, others=("other",))) == (ForgetNode("gpu-node"),)
+    assert plan.plan_forgetting("gpu-node", HOST) == (plan.ForgetNode("gpu-node"), plan.ForgetHost())
+    assert plan.plan_forgetting("gpu-node", replace(HOST, others=("other",))) == (plan.ForgetNode("gpu-node"),)
 
 
 BRIDGED = {**FOUND.host.sysctls, "net.bridge.bridge-nf-call-iptables": "1"}
@@ -272,7 +260,7 @@ OURS = FoundFile(Base64(b"ours"), 0o644)
 )
 def test_each_difference_is_a_sentence(now: dict[str, Any], sentences: tuple[str, ...]) -> None:
     """Modules, and parameters that they brought, may stay."""
-    assert since_found(FOUND.host, replace(FOUND.host, **now)) == sentences
+    assert plan.since_found(FOUND.host, replace(FOUND.host, **now)) == sentences
 
 
 # ---- what both see of machines whose names end in what the agent appends to names
@@ -289,12 +277,12 @@ def test_each_node_has_its_own_record(host: Host, copy: int) -> None:
         host.file(cordoned_file(name), name)
     for name in NAMES:
         host.remove(record_paths(name)[copy])
-    assert made_nodes(host) == NAMES
-    assert [observe_node(name, host).record for name in NAMES] == [replace(RECORD, node=name) for name in NAMES]
+    assert plan.made_nodes(host) == NAMES
+    assert [plan.observe_node(name, host).record for name in NAMES] == [replace(RECORD, node=name) for name in NAMES]
     for path in record_paths("x"):
         host.remove(path)
-    assert made_nodes(host) == NAMES[1:]
-    assert isinstance(observe_node("x", host).record, Absent), "not another's"
+    assert plan.made_nodes(host) == NAMES[1:]
+    assert isinstance(plan.observe_node("x", host).record, Absent), "not another's"
 
 
 @pytest.mark.parametrize("suffix", ["", PARTIAL])
@@ -303,4 +291,4 @@ def test_each_machine_has_its_own_unfinished_files(host: Host, suffix: str) -> N
     staged = {name: staged_root(name, DIGEST) + suffix for name in NAMES}
     for path in staged.values():
         host.make_directory(f"{path}/image/blobs")
-    assert {name: observe_node(name, host).staged for name in NAMES} == {name: (staged[name],) for name in NAMES}
+    assert {name: plan.observe_node(name, host).staged for name in NAMES} == {name: (staged[name],) for name in NAMES}
