@@ -231,8 +231,8 @@ class Reconciler(Struct):
                 if isinstance(report, Fault):
                     faults[machine.name], report = report, Broken(report.why)
                 released |= {machine.name} if answers.released(machine, goal, report, now) else set()
-                missing_nodes |= {machine.name} if answers.reports_missing_nodes(goal, report) else set()
-                forbidden |= {machine.name} if answers.reports_forbidden_nodes(goal, report) else set()
+                missing_nodes |= {machine.name} if answers.reports(Reason.WRONG_NODE, goal, report) else set()
+                forbidden |= {machine.name} if answers.reports(Reason.NOT_PERMITTED, goal, report) else set()
             except Exception as error:
                 faults[machine.name] = broken = fault("use its report", error)
                 # Treat the report as malformed, so that an error here does not keep permissions in force.

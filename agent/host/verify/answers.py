@@ -35,7 +35,7 @@ def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
         return False
     named = report.publication and machine.publication
     since_change = machine.live_age if named else min(machine.live_age, machine.granted_age)
-    return machine.report_age <= since_change or not reports_missing_nodes(goal, report)
+    return machine.report_age <= since_change or not reports(Reason.WRONG_NODE, goal, report)
 
 
 def names_handoff(report: Report, machine: MachineFacts, generation: str) -> bool:
@@ -49,16 +49,21 @@ def names_handoff(report: Report, machine: MachineFacts, generation: str) -> boo
     return report.generation == generation
 
 
-def refusal(report: Report, machine: MachineFacts) -> str:
-    """Return why the machine half refuses the last publication of the handoff; empty if it does not."""
-    if not report.refused or report.publication != machine.publication:
-        return ""
-    return f"the machine half cannot use the handoff: {MACHINE_SAYS}{report.refused}"
+def reports(reason: Reason, goal: MachineGoal, report: Seen[Report]) -> bool:
+    """Return whether the machine reports, for this handoff, that DevicesAllowed has this reason."""
+    if not isinstance(report, Report) or report.generation != goal.generation:
+        return False
+    return any((each.type, each.reason) == (ConditionType.DEVICES_ALLOWED, reason) for each in report.conditions)
 
 
 def why_unanswered(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> str:
     """Return the message for the conditions of a machine that has not answered its handoff."""
-    if not _published(machine, goal, facts):
+    report, file = machine.report, facts.files.get(goal.handoff_file.path)
+    if isinstance(report, Report) and report.refused and report.publication == machine.publication:
+        return f"the machine half cannot use the handoff: {MACHINE_SAYS}{report.refused}"
+    # The handoff and the record of its grant must be on disk. One that cannot be read may be.
+    found = ((machine.granted, goal.granted), (file.content if file else Absent(""), goal.handoff_file.content))
+    if not any(isinstance(seen, Unseen) for seen, _ in found) and any(seen != wanted for seen, wanted in found):
         return (
             "the agent has not written the latest handoff yet, so the machine cannot answer it; if that lasts, "
             "`unbounded-agent apply` writes it or says why it cannot"
@@ -70,13 +75,6 @@ def why_unanswered(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> st
         f"`journalctl -M {machine.name} -u unbounded-agent-gpu`; if {STATE} was replaced while the machine ran, the "
         f"machine still has the old directory: run {restart_command(machine.name)}"
     )
-
-
-def _published(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> bool:
-    """Return whether the current handoff and the record of its grant are on disk, or one of them cannot be read."""
-    file = facts.files.get(goal.handoff_file.path)
-    found = ((machine.granted, goal.granted), (file.content if file else Absent(""), goal.handoff_file.content))
-    return any(isinstance(seen, Unseen) for seen, _ in found) or all(seen == wanted for seen, wanted in found)
 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Seen[Report], now: float) -> bool:
@@ -97,19 +95,3 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Seen[Report], now
     published = isinstance(machine.granted, Granted) and machine.granted == goal.granted
     kept_since = machine.live.kept_since if machine.live else 0.0
     return (published and machine.granted_age > STALE_AFTER) or (kept_since > 0 and now - kept_since > STALE_AFTER)
-
-
-def reports_missing_nodes(goal: MachineGoal, report: Seen[Report]) -> bool:
-    """Return whether the machine reports, for this handoff, that a node is missing or wrong."""
-    return _reports(Reason.WRONG_NODE, goal, report)
-
-
-def reports_forbidden_nodes(goal: MachineGoal, report: Seen[Report]) -> bool:
-    """Return whether the machine reports, for this handoff, that it may not open a node."""
-    return _reports(Reason.NOT_PERMITTED, goal, report)
-
-
-def _reports(reason: Reason, goal: MachineGoal, report: Seen[Report]) -> bool:
-    if not isinstance(report, Report) or report.generation != goal.generation:
-        return False
-    return any((each.type, each.reason) == (ConditionType.DEVICES_ALLOWED, reason) for each in report.conditions)

@@ -1,4 +1,4 @@
-"""Evaluates the state of each GPU that a machine offers by Dynamic Resource Allocation. Pure."""
+"""Evaluates the states of GPUs: those that a machine offers by Dynamic Resource Allocation, and the host's. Pure."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,19 +18,32 @@ RECOVERY = "after a reset that neither reboots the host nor reloads the driver, 
 def gpu_states(
     goal: MachineGoal, facts: Facts, remembered: Seen[Remembered], shared: bool = False
 ) -> tuple[GpuStatus, ...]:
-    """Return the states of the GPUs that the machine has or has lost. GPUs that are detached from it are included.
+    """Return the states of the GPUs that the machine has, has lost, or that are detached from it.
 
     `shared` says whether pods may share them.
     """
     present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
-    addresses = sorted({address for grant in goal.grants for address in (*grant.gpus, *grant.detached)})
+    addresses = {address for grant in goal.grants for address in (*grant.gpus, *grant.detached)}
     states = [_state(present[address], facts.gpus) for address in addresses if address in present]
-    return tuple(sorted(each._replace(shared=shared) for each in (*states, *_lost(goal, remembered))))
+    for gpu in remembered.gpus if isinstance(remembered, Remembered) else ():
+        if gpu.lost and goal.name in gpu.machines:
+            why = f"it left the PCI bus at {rfc3339(gpu.lost)} without `unbounded-agent gpus detach`"
+            lost, since = (GpuState.LOST, str(Reason.GPU_LOST), why, Effect.NO_SCHEDULE), int(gpu.lost)
+            states.append(GpuStatus(gpu.pci_address, gpu.vendor, *lost, since))
+    return tuple(sorted(each._replace(shared=shared) for each in states))
 
 
 def _state(gpu: Gpu, gpu_facts: GpuFacts) -> GpuStatus:
-    state, reason, message, since = _health(gpu, gpu_facts)
-    tainted = gpu_facts.tainted.get(gpu.pci_address)
+    fault, tainted = gpu_facts.faults.get(gpu.pci_address), gpu_facts.tainted.get(gpu.pci_address)
+    state, reason, message, since = GpuState.HEALTHY, "", "", 0.0
+    if gpu.why_lost:
+        reason, since = (fault.reason, fault.since) if fault else (str(Reason.GPU_FALLEN_OFF_BUS), 0.0)
+        state, message = GpuState.LOST, gpu.why_lost
+    elif not gpu.driver:
+        state, reason, message = GpuState.UNHEALTHY, str(Reason.NO_DRIVER), "it has no kernel driver"
+    elif fault:
+        message = f"{fault.meaning}; {RECOVERY.format(gpu.pci_address)}"
+        state, reason, since = GpuState.UNHEALTHY, fault.reason, fault.since
     # Pods stay on a GPU that has failed: they are evicted only if an administrator detaches the GPU.
     effect = Effect.NONE if state is GpuState.HEALTHY else Effect.NO_SCHEDULE
     if tainted is not None:
@@ -38,55 +51,16 @@ def _state(gpu: Gpu, gpu_facts: GpuFacts) -> GpuStatus:
         if state is GpuState.HEALTHY:
             state, reason, since = GpuState.DRAINING, DETACHING, tainted.since
             message = "an administrator ran `unbounded-agent gpus detach` for it"
-    placement = gpu_facts.placements.get(gpu.pci_address) or Placement()
-    return GpuStatus(
-        gpu.pci_address,
-        gpu.vendor,
-        state,
-        reason,
-        message,
-        effect,
-        int(since),
-        gpu.driver,
-        placement.numa_node,
-        placement.pcie_root,
-    )
-
-
-def _health(gpu: Gpu, gpu_facts: GpuFacts) -> tuple[GpuState, str, str, float]:
-    """Return state, reason, message and time, leaving aside whether the GPU is detached."""
-    fault = gpu_facts.faults.get(gpu.pci_address)
-    if gpu.why_lost:
-        reason, since = (fault.reason, fault.since) if fault else (str(Reason.GPU_FALLEN_OFF_BUS), 0.0)
-        return GpuState.LOST, reason, gpu.why_lost, since
-    if not gpu.driver:
-        return GpuState.UNHEALTHY, str(Reason.NO_DRIVER), "it has no kernel driver", 0.0
-    if fault:
-        return GpuState.UNHEALTHY, fault.reason, f"{fault.meaning}; {RECOVERY.format(gpu.pci_address)}", fault.since
-    return GpuState.HEALTHY, "", "", 0.0
-
-
-def _lost(goal: MachineGoal, remembered: Seen[Remembered]) -> Iterator[GpuStatus]:
-    """Yield the machine's GPUs that left the PCI bus without being detached."""
-    if not isinstance(remembered, Remembered):
-        return
-    for gpu in remembered.gpus:
-        if gpu.lost and goal.name in gpu.machines:
-            message = f"it left the PCI bus at {rfc3339(gpu.lost)} without `unbounded-agent gpus detach`"
-            reason = str(Reason.GPU_LOST)
-            yield GpuStatus(
-                gpu.pci_address, gpu.vendor, GpuState.LOST, reason, message, Effect.NO_SCHEDULE, int(gpu.lost)
-            )
-
-
-# Lists the host's GPUs with their states, for commands, metrics and pages; docs/json.md describes the states. Pure.
+    place = gpu_facts.placements.get(gpu.pci_address) or Placement()
+    found = (state, reason, message, effect, int(since), gpu.driver, place.numa_node, place.pcie_root)
+    return GpuStatus(gpu.pci_address, gpu.vendor, *found)
 
 
 LOST = "lost"
 
 
 class ListedGpu(Struct, frozen=True):
-    """One GPU on the PCI bus, or one that machines have lost."""
+    """One GPU on the PCI bus, or one that machines have lost; docs/json.md describes the states."""
 
     pci_address: str
     vendor: str
@@ -102,13 +76,11 @@ def listed_gpus(facts: Facts, granted: Mapping[str, tuple[str, ...]]) -> Iterato
     for vendor in facts.vendors:
         for gpu in vendor.gpus:
             machines = granted.get(gpu.pci_address, ())
-            yield ListedGpu(
-                gpu.pci_address, gpu.vendor, gpu_state(gpu, vendor, machines), machines, gpu.model, gpu.uuid
-            )
-    if isinstance(facts.remembered, Remembered):
-        for lost in facts.remembered.gpus:
-            if lost.lost:
-                yield ListedGpu(lost.pci_address, lost.vendor, LOST, lost.machines, lost.model, lost.uuid)
+            state = gpu_state(gpu, vendor, machines)
+            yield ListedGpu(gpu.pci_address, gpu.vendor, state, machines, gpu.model, gpu.uuid)
+    for lost in facts.remembered.gpus if isinstance(facts.remembered, Remembered) else ():
+        if lost.lost:
+            yield ListedGpu(lost.pci_address, lost.vendor, LOST, lost.machines, lost.model, lost.uuid)
 
 
 def gpu_state(gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...]) -> str:

@@ -1,19 +1,17 @@
 """Evaluates the conditions of one machine, from what both halves observe. Pure.
 
-`conditions` builds each condition once. The table WITH_GOAL names the function for each type.
+`conditions` builds each condition once.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 from itertools import starmap
 
 from msgspec import Struct
 
 from agent.config.settings import MachineSettings
 from agent.host.vendors import host_vendor
-from agent.host.verify.answers import MACHINE_SAYS, STALE_AFTER, answers, refusal, why_unanswered
+from agent.host.verify.answers import MACHINE_SAYS, STALE_AFTER, answers, why_unanswered
 from agent.model.conditions import (
-    IN_MACHINE,
     Condition,
     ConditionType,
     Reason,
@@ -26,18 +24,7 @@ from agent.model.conditions import (
     with_transitions,
     worst,
 )
-from agent.model.facts import (
-    Absent,
-    Broken,
-    Facts,
-    MachineFacts,
-    Remembered,
-    RememberedGpu,
-    Report,
-    Seen,
-    StagedRoot,
-    Unseen,
-)
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Remembered, RememberedGpu, Report, Seen, Unseen
 from agent.model.goal import MachineGoal
 from agent.model.handoff import FabricAnswer, with_remark
 from agent.model.paths import driver_root, machine_unit, mount_unit
@@ -113,18 +100,14 @@ class Case(Struct, frozen=True):
         """Whether there is no usable machine of this name."""
         return isinstance(self.machine.root, Absent | Broken)
 
-    @property
-    def fresh_report(self) -> Report | None:
-        """The running machine's last report, on whatever handoff; None if it is old."""
-        machine = self.machine
-        current = self.goal is not None and machine.unit_state == "active" and machine.report_age <= STALE_AFTER
-        return machine.report if current and isinstance(machine.report, Report) else None
-
 
 def conditions(case: Case) -> tuple[Condition, ...]:
     """Return the conditions with their times, in the order of ConditionType, Ready last."""
     found = [_condition(kind, case) for kind in ConditionType if kind is not ConditionType.READY]
-    others = in_time(_limited(found, case.gpus), case.previous, case.now)
+    # If no GPU of the machine is without a fault, no fault concerns only some GPUs.
+    if not {gpu for each in found for gpu in each.gpus} < case.gpus:
+        found = [each._replace(gpus=()) for each in found]
+    others = in_time(found, case.previous, case.now)
     before = next((each for each in case.previous if each.type is ConditionType.READY), None)
     ready = settled(_ready(case, others), before, case.now)
     # The remark is no part of Ready's message, because GPUs do not need these devices and mounts.
@@ -134,9 +117,8 @@ def conditions(case: Case) -> tuple[Condition, ...]:
 
 
 def _condition(kind: ConditionType, case: Case) -> Condition:
-    machine = case.machine
     if kind is ConditionType.GPUS_COMPLETE:
-        return _gpus_complete(machine.name, case.remembered)
+        return _gpus_complete(case.machine.name, case.remembered)
     if case.fault:
         return unknown(kind, Reason.INTERNAL_ERROR, case.fault)
     if case.held and case.missing:
@@ -147,8 +129,27 @@ def _condition(kind: ConditionType, case: Case) -> Condition:
     if kind is ConditionType.MACHINE_RUNNING:
         return _machine_running(case)
     if case.goal and (case.has_gpus or kind in _extras(case.settings, case.goal)):
-        return WITH_GOAL[kind](case, case.goal)
+        return _with_goal(kind, case, case.goal)
     return not_applicable(kind, _without_gpu(case)[1])
+
+
+def _extras(settings: MachineSettings, goal: MachineGoal) -> tuple[ConditionType, ...]:
+    """Return the conditions that a machine without a GPU has for other devices, mounts and CDI modes."""
+    extras: tuple[ConditionType, ...] = ()
+    if settings.extra_mounts or any(grant.nodes for grant in goal.grants):
+        extras += (ConditionType.DEVICES_ALLOWED,)
+    return (*extras, ConditionType.CDI_SPEC_CURRENT) if settings.cdi_modes else extras
+
+
+def _with_goal(kind: ConditionType, case: Case, goal: MachineGoal) -> Condition:
+    if kind in FROM_VENDORS:
+        return _of_vendors(kind, case, goal)
+    if kind is ConditionType.DRIVER_ROOT_STAGED:
+        served = tuple(gpu for grant in goal.grants if grant.driver_files for gpu in grant.gpus)
+        return _of_gpus(_driver_root_staged(goal, case.facts), served)
+    if kind is ConditionType.DEVICES_ALLOWED and (unmet := _not_allowed(case, goal)):
+        return unmet
+    return _from_machine(kind, case, goal)
 
 
 def _ready(case: Case, others: Collection[Condition]) -> Condition:
@@ -189,23 +190,12 @@ def _perhaps_removed(machine: MachineFacts) -> str:
     return f"whether machine {machine.name} exists is unknown: {machine.root.why}"
 
 
-# A machine without a GPU.
-
-
-def _extras(settings: MachineSettings, goal: MachineGoal) -> tuple[ConditionType, ...]:
-    """Return the conditions that a machine without a GPU has for other devices, mounts and CDI modes."""
-    extras: tuple[ConditionType, ...] = ()
-    if settings.extra_mounts or any(grant.nodes for grant in goal.grants):
-        extras += (ConditionType.DEVICES_ALLOWED,)
-    return (*extras, ConditionType.CDI_SPEC_CURRENT) if settings.cdi_modes else extras
-
-
 def _without_gpu(case: Case) -> tuple[Reason, str]:
     """Return why the machine gets no GPU."""
-    vendors = case.facts.vendors
-    if detached := sorted(gpu.pci_address for vendor in vendors for gpu in vendor.gpus if gpu.detached):
+    gpus = [gpu for vendor in case.facts.vendors for gpu in vendor.gpus]
+    if detached := sorted(gpu.pci_address for gpu in gpus if gpu.detached):
         return Reason.GPU_DETACHED, f"an administrator detached {', '.join(detached)}, and the machine has no other GPU"
-    if drivers := sorted({gpu.driver or "none" for vendor in vendors for gpu in vendor.gpus}):
+    if drivers := sorted({gpu.driver or "none" for gpu in gpus}):
         found = f"(drivers: {', '.join(drivers)})"
         return Reason.NO_GPU_GRANTED, f"no GPU of this host has a driver that machines can use {found}"
     return Reason.NO_GPU, "this host has no GPU"
@@ -217,56 +207,32 @@ def _ready_without_gpus(case: Case) -> Condition:
     Such a machine may be Ready even if it does not run, because the agent may have nothing to do for it. So, if it
     does not run, the message says that.
     """
-    kind, settings, (reason, message) = ConditionType.READY, case.settings, _without_gpu(case)
-    expected = _why_expected(settings, case.facts) if reason is Reason.NO_GPU else ""
-    aside = _unless_it_runs(case.machine)
+    kind, settings, name, (reason, message) = ConditionType.READY, case.settings, case.machine.name, _without_gpu(case)
+    match case.machine.unit_state:
+        case "active":
+            aside = ""
+        case "activating" | "reloading":
+            aside = f"; machine {name} is starting"
+        case Unseen(why) | Broken(why) | Absent(why):
+            aside = f"; whether machine {name} runs is unknown: {why}"
+        case _:
+            aside = f"; machine {name} does not run: see `systemctl status {machine_unit(name)}`"
     if settings.require_gpus:
         return false(kind, reason, f"{message}, and require_gpus is set for this machine{aside}")
-    if settings.require_gpus is None and expected:
-        key = f"machines.{case.machine.name}.require_gpus"
-        advice = f"see `lspci` and `dmesg`; if it is meant to have none, set {key} = false"
-        return false(kind, reason, f"{message}, but {expected}: {advice}{aside}")
-    return true(kind, reason, f"{message}: no GPU is set up{aside}")
-
-
-def _why_expected(settings: MachineSettings, facts: Facts) -> str:
-    """Return what says that a host is meant to have GPUs, for a host whose buses show none; empty if nothing says so.
-
-    If all GPUs are dead when a host boots for the first time, it looks like a host without GPUs.
-    """
+    # If all GPUs are dead when a host boots for the first time, it looks like a host without GPUs. Something else may
+    # say that it is meant to have some.
+    drivers = (vendor.driver.user_space.version for vendor in case.facts.vendors if vendor.driver)
     keys = [key for key in ("mig_config", "mig_monitor", "imex_channels", "sockets") if getattr(settings, key)]
     if settings.gpus != "all":
-        return "the machine's setting `gpus` asks for some"
-    if keys:
-        return f"the machine's setting `{keys[0]}` needs some"
-    for vendor in facts.vendors:
-        if vendor.driver and isinstance(version := vendor.driver.user_space.version, str):
-            return f"driver {version} is installed"
-    return ""
-
-
-def _unless_it_runs(machine: MachineFacts) -> str:
-    """Return the end of a message: the machine starts, does not run, or was not observed; empty if it runs."""
-    match machine.unit_state:
-        case "active":
-            return ""
-        case "activating" | "reloading":
-            return f"; machine {machine.name} is starting"
-        case Unseen(why) | Broken(why) | Absent(why):
-            return f"; whether machine {machine.name} runs is unknown: {why}"
-        case _:
-            return f"; machine {machine.name} does not run: see `systemctl status {machine_unit(machine.name)}`"
-
-
-# A machine with a goal.
-
-
-def _limited(found: Iterable[Condition], gpus: Set[str]) -> list[Condition]:
-    """Return the conditions. If no GPU of the machine is without a fault, no fault concerns only some GPUs."""
-    found = list(found)
-    if {gpu for each in found for gpu in each.gpus} < gpus:
-        return found
-    return [each._replace(gpus=()) for each in found]
+        expected = "the machine's setting `gpus` asks for some"
+    elif keys:
+        expected = f"the machine's setting `{keys[0]}` needs some"
+    else:
+        expected = next((f"driver {each} is installed" for each in drivers if isinstance(each, str)), "")
+    if settings.require_gpus is None and expected and reason is Reason.NO_GPU:
+        advice = f"see `lspci` and `dmesg`; if it is meant to have none, set machines.{name}.require_gpus = false"
+        return false(kind, reason, f"{message}, but {expected}: {advice}{aside}")
+    return true(kind, reason, f"{message}: no GPU is set up{aside}")
 
 
 def _missing_extras(case: Case) -> str:
@@ -284,38 +250,45 @@ def _missing_extras(case: Case) -> str:
 
 def _of_vendors(kind: ConditionType, case: Case, goal: MachineGoal) -> Condition:
     """Return the worst of the vendors' conditions. Only vendors with a GPU or a problem in this machine count."""
-    found, fabric = [], _fabric_report(case, goal)
+    current = _current_report(case, goal)
+    silence = "the GPUs were asked in the machine, which asks again" if isinstance(current, Report) else current[1]
+    asked = current.fabric if isinstance(current, Report) else ()
+    answered = tuple(each for each in asked if each.gpu in case.gpus)
+    # What GPUs said of their fabric is remembered until they say something else.
+    silent = case.gpus - {each.gpu for each in answered}
+    before = next((each.said for each in case.previous if each.type is ConditionType.FABRIC_READY), None) or ()
+    remembered = tuple(each for each in starmap(FabricAnswer, before) if each.gpu in silent)
+    fabric, found = FabricReport(answered, silence, remembered), list[Condition]()
     for grant in goal.grants:
         vendor = next(each for each in case.facts.vendors if each.vendor == grant.vendor)
         if grant.gpus or grant.problems:
             evaluated = host_vendor(grant.vendor).conditions(vendor, grant, fabric)
             found += [_of_gpus(each, grant.gpus) for each in evaluated if each.type is kind]
-    if kind is not ConditionType.FABRIC_READY:
-        return worst(found)._replace(said=None)
-    return worst(found)._replace(said=tuple(each[:3] for each in (*fabric.answers, *fabric.remembered)))
+    said = tuple(each[:3] for each in (*answered, *remembered)) if kind is ConditionType.FABRIC_READY else None
+    return worst(found)._replace(said=said)
 
 
 def _of_gpus(condition: Condition, gpus: tuple[str, ...]) -> Condition:
-    """Return a condition about the driver of these GPUs. A fault concerns only them: `_limited` knows the others.
+    """Return a condition about the driver of these GPUs. A fault concerns only them: `conditions` knows the others.
 
     That the settings ask for a GPU that is not there concerns the machine.
     """
     if condition.status is not Status.FALSE or not condition.needed_for_ready:
         return condition
-    if condition.reason == Reason.GPU_NOT_FOUND:
-        return condition
-    return condition._replace(gpus=gpus)
+    return condition if condition.reason == Reason.GPU_NOT_FOUND else condition._replace(gpus=gpus)
 
 
-def _driver_root_staged(case: Case, goal: MachineGoal) -> Condition:
-    served = tuple(gpu for grant in goal.grants if grant.driver_files for gpu in grant.gpus)
-    return _of_gpus(_staged(goal, case.facts), served)
-
-
-def _staged(goal: MachineGoal, facts: Facts) -> Condition:
+def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
     kind = ConditionType.DRIVER_ROOT_STAGED
     roots = [grant.driver_root for grant in goal.grants if grant.driver_root]
-    waiting = [_waiting(grant.waiting_root, facts) for grant in goal.grants if grant.waiting_root]
+    staged_as = "driver {0.version} is staged as driver root {0.index}".format
+    waiting = [
+        f"{staged_as(root)}, but its kernel module is not loaded yet"
+        if root in facts.staged
+        else f"driver {root.version} is not staged yet, nor is its kernel module loaded"
+        for root in (grant.waiting_root for grant in goal.grants)
+        if root
+    ]
     if not any(grant.driver_files and (grant.gpus or grant.problems) for grant in goal.grants):
         return not_applicable(kind, "the granted GPUs need no driver files from the host")
     if not roots and waiting:
@@ -331,65 +304,52 @@ def _staged(goal: MachineGoal, facts: Facts) -> Condition:
             return false(kind, Reason.NOT_STAGED, message + problems)
         if root.hidden:
             unit = mount_unit(driver_root(root.index))
-            message = f"{_staged_as(root)}, but it is not mounted: see `systemctl status '{unit}'`"
+            message = f"{staged_as(root)}, but it is not mounted: see `systemctl status '{unit}'`"
             return false(kind, Reason.NOT_MOUNTED, message)
-    staged = "; ".join([*(_staged_as(root) for root in roots), *waiting])
-    plain = [str(root.index) for root in roots if root.index in facts.plain_roots]
-    if plain:
+    staged = "; ".join([*map(staged_as, roots), *waiting])
+    if plain := [str(root.index) for root in roots if root.index in facts.plain_roots]:
         why = "a plain directory, which the root user of one machine can change for all"
         return true(kind, Reason.PLAIN_COPY, f"{staged}; driver root {', '.join(plain)} is {why}: {PLAIN_ADVICE}")
     return true(kind, Reason.STAGED, staged)
 
 
-def _staged_as(root: StagedRoot) -> str:
-    return f"driver {root.version} is staged as driver root {root.index}"
-
-
-def _waiting(root: StagedRoot, facts: Facts) -> str:
-    if root in facts.staged:
-        return f"{_staged_as(root)}, but its kernel module is not loaded yet"
-    return f"driver {root.version} is not staged yet, nor is its kernel module loaded"
-
-
 def _machine_running(case: Case) -> Condition:
-    machine, kind = case.machine, ConditionType.MACHINE_RUNNING
+    machine, kind, name = case.machine, ConditionType.MACHINE_RUNNING, case.machine.name
     match machine.unit_state:
         case "active":
             return _running(case)
         case "activating" | "reloading":
-            return unknown(kind, Reason.STARTING, f"machine {machine.name} is starting")
+            return unknown(kind, Reason.STARTING, f"machine {name} is starting")
         case Unseen(why) | Broken(why) | Absent(why):
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case _ if (unseen := _perhaps_removed(machine)) and not machine.has_run:
             return unknown(kind, Reason.OBSERVATION_FAILED, unseen)
         case "inactive" if machine.has_run:
-            unmask = f"`systemctl unmask {machine_unit(machine.name)}` and " if machine.masked else ""
-            how = f"start it with {unmask}`unbounded-agent start {machine.name}`"
-            return false(kind, Reason.STOPPED, f"machine {machine.name} was stopped; {how}")
+            unmask = f"`systemctl unmask {machine_unit(name)}` and " if machine.masked else ""
+            how = f"start it with {unmask}`unbounded-agent start {name}`"
+            return false(kind, Reason.STOPPED, f"machine {name} was stopped; {how}")
         case "inactive":
-            return false(
-                kind, Reason.NOT_STARTED, f"machine {machine.name} has not started yet, or waits for its driver"
-            )
+            return false(kind, Reason.NOT_STARTED, f"machine {name} has not started yet, or waits for its driver")
         case state:
-            return false(
-                kind,
-                Reason.NOT_RUNNING,
-                f"systemd-nspawn@{machine.name}.service is {state}; see `journalctl -u systemd-nspawn@{machine.name}`",
-            )
+            unit = f"systemd-nspawn@{name}"
+            return false(kind, Reason.NOT_RUNNING, f"{unit}.service is {state}; see `journalctl -u {unit}`")
 
 
 def _running(case: Case) -> Condition:
     """Return MachineRunning of a machine that runs. It stays True, whatever else there is to say: pods run."""
-    kind, name, report = ConditionType.MACHINE_RUNNING, case.machine.name, case.fresh_report
+    kind, name = ConditionType.MACHINE_RUNNING, case.machine.name
     reason, message = Reason.RUNNING, f"machine {name} is running"
-    if report and report.unknown_conditions:
+    # The last report, on whatever handoff.
+    fresh = case.goal is not None and case.machine.report_age <= STALE_AFTER
+    report = case.machine.report if fresh else None
+    if isinstance(report, Report) and report.unknown_conditions:
         remark = (
             f"; {MACHINE_SAYS}{first_of(report.unknown_conditions, NAMED)}, which this release does not know and "
             "ignores: install on the host the release of the agent that the machine's image has"
         )
         (remarked,) = with_remark([true(kind, reason, message)], kind, remark)
         message = remarked.message
-    if report and report.changed_files and case.settings.node:
+    if isinstance(report, Report) and report.changed_files and case.settings.node:
         # Only an administrator knows whether the change is intended.
         files = first_of(report.changed_files, NAMED)
         says = f"{MACHINE_SAYS}files differ from those that `up` put into it: {files}"
@@ -402,14 +362,15 @@ def _running(case: Case) -> Condition:
     return true(kind, reason, message)
 
 
-def _devices_allowed(case: Case, goal: MachineGoal) -> Condition:
+def _not_allowed(case: Case, goal: MachineGoal) -> Condition | None:
+    """Return DevicesAllowed if it is not met on the host. Otherwise the machine's report decides: return None."""
     machine, kind = case.machine, ConditionType.DEVICES_ALLOWED
     if isinstance(case.refused, Unseen):
         return unknown(kind, Reason.OBSERVATION_FAILED, case.refused.why)
     if case.refused:
         return false(kind, Reason.FOREIGN_FILE, case.refused)
     if machine.unit_state != "active":
-        return _from_machine(kind, case, goal)
+        return None
     if machine.live_unseen:
         return unknown(kind, Reason.OBSERVATION_FAILED, machine.live_unseen)
     restart = restart_command(machine.name)
@@ -418,15 +379,15 @@ def _devices_allowed(case: Case, goal: MachineGoal) -> Condition:
         return false(kind, Reason.MACHINE_RESTART_NEEDED, why)
     missing = {path: path for path, number in goal.live.nodes.items() if machine.live.nodes.get(path) != number}
     missing |= {entry.node: str(entry) for entry in goal.live.allow if entry not in machine.live.allow}
-    if missing:
-        gpus: dict[str, str] = {}
-        for node in (node for grant in goal.grants for node in grant.nodes):
-            gpus |= dict.fromkeys((node.path, f"/dev/char/{node.number.major}:{node.number.minor}"), node.pci_address)
-        concerned = dict.fromkeys(gpus.get(each, "") for each in missing)
-        names = ", ".join(missing.values())
-        why = f"could not give {names} to the running machine: the agent tries again; or run {restart}"
-        return false(kind, Reason.NOT_GIVEN, why, concerned if all(concerned) else ())
-    return _from_machine(kind, case, goal)
+    if not missing:
+        return None
+    gpus: dict[str, str] = {}
+    for node in (node for grant in goal.grants for node in grant.nodes):
+        gpus |= dict.fromkeys((node.path, f"/dev/char/{node.number.major}:{node.number.minor}"), node.pci_address)
+    concerned = dict.fromkeys(gpus.get(each, "") for each in missing)
+    names = ", ".join(missing.values())
+    why = f"could not give {names} to the running machine: the agent tries again; or run {restart}"
+    return false(kind, Reason.NOT_GIVEN, why, concerned if all(concerned) else ())
 
 
 def _from_machine(kind: ConditionType, case: Case, goal: MachineGoal) -> Condition:
@@ -444,20 +405,6 @@ def _from_machine(kind: ConditionType, case: Case, goal: MachineGoal) -> Conditi
         )
         return unknown(kind, Reason.NOT_REPORTED, missing)
     return found._replace(message=f"{MACHINE_SAYS}{found.message}")
-
-
-def _fabric_report(case: Case, goal: MachineGoal) -> FabricReport:
-    """Return what the granted GPUs say, or said last."""
-    current = _current_report(case, goal)
-    answered: tuple[FabricAnswer, ...] = ()
-    if not isinstance(current, Report):
-        silence = current[1]
-    else:
-        silence = "the GPUs were asked in the machine, which asks again"
-        answered = tuple(each for each in current.fabric if each.gpu in case.gpus)
-    silent = case.gpus - {each.gpu for each in answered}
-    before = next((each.said for each in case.previous if each.type is ConditionType.FABRIC_READY), None) or ()
-    return FabricReport(answered, silence, tuple(each for each in starmap(FabricAnswer, before) if each.gpu in silent))
 
 
 def _current_report(case: Case, goal: MachineGoal) -> Report | tuple[Reason, str]:
@@ -481,7 +428,7 @@ def _current_report(case: Case, goal: MachineGoal) -> Report | tuple[Reason, str
         case Unseen(why):
             return Reason.OBSERVATION_FAILED, why
         case _ if not answers(report, machine, goal):
-            return Reason.HANDOFF_PENDING, refusal(report, machine) or why_unanswered(machine, goal, case.facts)
+            return Reason.HANDOFF_PENDING, why_unanswered(machine, goal, case.facts)
         case _ if machine.report_age > STALE_AFTER:
             return (
                 Reason.REPORT_STALE,
@@ -495,6 +442,12 @@ def _current_report(case: Case, goal: MachineGoal) -> Report | tuple[Reason, str
 # Lost GPUs.
 
 
+def _remembered_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
+    if not isinstance(remembered, Remembered):
+        return ()
+    return tuple(gpu for gpu in remembered.gpus if machine in gpu.machines)
+
+
 def lost_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
     """Return the GPUs that the machine was granted and that are lost. Acknowledged losses are left out."""
     return tuple(gpu for gpu in _remembered_gpus(machine, remembered) if gpu.lost)
@@ -505,12 +458,6 @@ def expected_gpus(wanted: str | list[str], had: Collection[str]) -> int:
     if wanted == "all":
         return len(had)
     return len(wanted) if isinstance(wanted, list) else int(wanted.removeprefix("count="))
-
-
-def _remembered_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
-    if not isinstance(remembered, Remembered):
-        return ()
-    return tuple(gpu for gpu in remembered.gpus if machine in gpu.machines)
 
 
 def _gpus_complete(machine: str, remembered: Seen[Remembered]) -> Condition:
@@ -538,35 +485,33 @@ def _gpus_complete(machine: str, remembered: Seen[Remembered]) -> Condition:
 
 
 # What changes with time: Ready may have been lost too often, and a start of the Fabric Manager, or GPUs' registration
-# with it, may take too long. What GPUs said of their fabric is remembered until they say something else.
+# with it, may take too long.
 
 
 def in_time(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:
-    """Return the new conditions, adjusted with the help of `old`, the conditions of the previous pass."""
-    before = {each.type: each for each in old}
-    return tuple(_in_time(each, before.get(each.type), now) for each in new)
+    """Return the new conditions, with status False if the fabric has not been ready for too long.
 
-
-def _in_time(condition: Condition, before: Condition | None, now: float) -> Condition:
-    """Return the condition, with the status False if the fabric has not been ready for too long."""
-    if before is None:
-        return condition
-    if condition.said is None:
-        condition = condition._replace(said=before.said)
-    late = TOO_LATE.get(condition.reason)
-    # `last_transition` is when the status became Unknown. The reason may have been another one at first: that time
-    # counts too, and the limit is reached sooner.
-    waited = now - before.last_transition if before.reason == condition.reason else 0.0
-    if late is None or (before.reason != late and waited <= STARTING_LIMIT):
-        return condition
-    message, gpus = condition.message, condition.gpus
-    if late is Reason.FABRIC_MANAGER_STUCK:
-        message += (
-            f", and has not finished within {STARTING_LIMIT / 60:.0f} minutes; see the unit's log, then restart the "
-            "unit: `unbounded-agent doctor` shows the commands"
-        )
-        gpus = ()
-    return condition._replace(status=Status.FALSE, reason=late, message=message, gpus=gpus)
+    `old` are the conditions of the previous pass.
+    """
+    known, adjusted = {each.type: each for each in old}, []
+    for each in new:
+        before, late = known.get(each.type), TOO_LATE.get(each.reason)
+        if before and each.said is None:
+            each = each._replace(said=before.said)
+        # `last_transition` is when the status became Unknown. The reason may have been another one at first: that time
+        # counts too, and the limit is reached sooner.
+        waited = now - before.last_transition if before and before.reason == each.reason else 0.0
+        if before and late and (before.reason == late or waited > STARTING_LIMIT):
+            each = each._replace(status=Status.FALSE, reason=late)
+            if late is Reason.FABRIC_MANAGER_STUCK:
+                minutes = f"{STARTING_LIMIT / 60:.0f} minutes"
+                each = each._replace(
+                    message=f"{each.message}, and has not finished within {minutes}; see the unit's log, then restart "
+                    "the unit: `unbounded-agent doctor` shows the commands",
+                    gpus=(),
+                )
+        adjusted.append(each)
+    return tuple(adjusted)
 
 
 def settled(ready: Condition, before: Condition | None, now: float) -> Condition:
@@ -588,11 +533,3 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
                 f"it becomes True at {rfc3339(good_since + SETTLING)} unless something fails before then",
             )
     return ready._replace(losses=losses, good_since=good_since)
-
-
-WITH_GOAL: Mapping[ConditionType, Callable[[Case, MachineGoal], Condition]] = {
-    **{kind: partial(_of_vendors, kind) for kind in FROM_VENDORS},
-    ConditionType.DRIVER_ROOT_STAGED: _driver_root_staged,
-    ConditionType.DEVICES_ALLOWED: _devices_allowed,
-    **{kind: partial(_from_machine, kind) for kind in IN_MACHINE},
-}
