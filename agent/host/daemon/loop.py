@@ -73,37 +73,36 @@ class EventLog:
 
     def __init__(self) -> None:
         self.last_failures: tuple[str, ...] = ()
-        self._problems: tuple[str, ...] = ()
+        self._said: dict[str, tuple[str, ...]] = {}
+        """The sentences that were true last, by what they are about."""
         self._conditions: dict[str, dict[ConditionType, Condition]] = {}
-        self._faults: dict[str, str] = {}
-        """By piece of work: why the last attempt at it failed. Work whose last attempt succeeded is not listed."""
+
+    def once(
+        self, about: str, sentences: tuple[str, ...], level: int = logging.ERROR, cause: Exception | None = None
+    ) -> None:
+        """Log the sentences that were not true last, with the traceback of `cause`."""
+        for sentence in sentences:
+            if sentence not in self._said.get(about, ()):
+                log.log(level, "%s", one_line(sentence), exc_info=cause)
+        self._said[about] = sentences
+
+    def ended(self, failures: tuple[str, ...], cause: Exception | None = None) -> None:
+        """Log the failures of a pass. If the previous pass had failures and this one has none, log that."""
+        self.once("failures", failures, cause=cause)
+        if self.last_failures and not failures:
+            log.info("recovered: the last pass had no failure")
+        self.last_failures = failures
 
     def outcome(self, outcome: Outcome) -> None:
         """Log what is new in the outcome of a pass."""
-        self.failures(outcome.failures)
-        problems = outcome.facts.all_problems()
-        for sentence in problems:
-            if sentence not in self._problems:
-                log.warning("%s", one_line(sentence))
-        self._problems = problems
+        self.ended(outcome.failures)
+        self.once("problems", outcome.facts.all_problems(), logging.WARNING)
         for machine in outcome.machines:
             for level, sentence in changes(machine, self._conditions.get(machine.name, {})):
                 log.log(level, "%s", sentence)
         self._conditions = {
             machine.name: {each.type: each for each in machine.conditions} for machine in outcome.machines
         }
-
-    def failures(self, failures: tuple[str, ...], cause: Exception | None = None) -> None:
-        """Log the failures that the previous pass did not have, with the traceback of `cause`.
-
-        If the previous pass had failures and this one has none, log that.
-        """
-        for sentence in failures:
-            if sentence not in self.last_failures:
-                log.error("%s", one_line(sentence), exc_info=cause)
-        if self.last_failures and not failures:
-            log.info("recovered: the last pass had no failure")
-        self.last_failures = failures
 
     @contextlib.contextmanager
     def guarded(self, work: str) -> Iterator[None]:
@@ -113,11 +112,7 @@ class EventLog:
         """
         with attempt() as made:
             yield
-        if made.error is None:
-            self._faults.pop(work, None)
-        elif self._faults.get(work) != made.why:
-            self._faults[work] = made.why
-            log.error("cannot %s: %s", work, one_line(made.why), exc_info=made.unexpected)
+        self.once(work, (f"cannot {work}: {made.why}",) if made.error else (), cause=made.unexpected)
 
 
 PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
@@ -419,7 +414,7 @@ class Daemon:
             return
         if made.error:
             view.why_stale = f"the last pass failed: {made.why}"
-            self._event_log.failures((view.why_stale,), made.unexpected)
+            self._event_log.ended((view.why_stale,), made.unexpected)
         failures, seconds = self._event_log.last_failures, time.monotonic() - started
         self._metrics.passed(None if made.error else view.outcome, seconds)
         self._passes.append(Pass(rfc3339(time.time()), trigger, round(seconds, 3), actions, failures))

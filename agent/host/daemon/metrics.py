@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
 from platform import python_version
-from typing import NamedTuple, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
@@ -47,118 +47,96 @@ Samples: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 """The values of the labels, and the number, of each series."""
 
 
-class Row(NamedTuple):
-    """A metric whose samples are made for each page, from the view or from the outcome."""
+TEXTS = {
+    # Shown even without fresh evidence. Then all conditions are Unknown, also Ready.
+    "build_info": "Constant 1, with the versions of the host half and of Python.",
+    "machine_ready": "1 if the machine can run GPU workloads, on fresh evidence.",
+    "machine_condition": "Constant 1, with the condition's current status (True, False, Unknown) and its reason.",
+    "machine_ready_last_transition_timestamp_seconds": "When the status of the machine's condition Ready last changed. "
+    "Not shown without fresh evidence.",
+    "machine_recent_ready_losses": "How often the machine ceased to be ready in the last 10 minutes. After 4 losses, "
+    "Ready stays False (Settling) until 60 s pass without a fault.",
+    "observation_last_success_timestamp_seconds": "When a pass last observed the devices of all vendors.",
+    "stuck_operations": "Reads of drivers' files, and commands, that missed their deadline and still hang.",
+    "state_discarded": "How often a file of the agent's own state was discarded, because it was damaged.",
+    "config_last_reload_successful": "0 if the configuration was invalid when it was last read, so that the last good "
+    "one is in force, or if its metrics.address could not be bound.",
+    "config_last_reload_success_timestamp_seconds": "When the configuration in force was read.",
+    "wakeups": "Passes that events caused, by source. Several sources may cause one pass.",
+    "wakeup_source_losses": "How often a source of events broke, or could not be opened at the start.",
+    "wakeup_source_watching": "1 while the source reports events.",
+    # Shown only with a fresh outcome.
+    "machine_gpus": "GPUs granted to the machine.",
+    "machine_gpus_expected": 'GPUs that the machine\'s settings ask for. With `gpus = "all"`: granted and lost GPUs.',
+    "machine_gpus_advertised": "Granted GPUs that the node offers to pods, from the machine's report. Not shown if "
+    "that is unknown.",
+    "machine_gpus_lost": "GPUs that the machine was granted and that left the PCI bus without gpus detach. They count "
+    "until they are back, or gpus forget acknowledges the loss.",
+    "machine_stopped": "1 if somebody stopped the machine since the host booted: its unit is inactive, not failed. "
+    "While systemd does not answer: what was last known.",
+    "machine_report_timestamp_seconds": "When the machine half last reported. It does so each minute.",
+    "machine_agent_info": "Constant 1, with the version of the machine half, from its report.",
+    "machine_repairs": "Changes by other programs that the machine half undid since the machine's boot, by what was "
+    "changed.",
+    "host_pci_gpus": "GPUs on the PCI bus, with or without a driver.",
+    "host_devices": "Devices of the host by kind and status.",
+    "gpu_info": "Constant 1, with what is known about a GPU on the PCI bus, or about one that machines have lost.",
+    "gpu_fatal_error_timestamp_seconds": "When the agent read an error in the kernel log after which pods cannot rely "
+    "on the GPU. Shown until the GPU has recovered.",
+    "driver_info": "Constant 1, with the versions of a driver's module and libraries; empty if unknown.",
+    "driver_version_mismatch": "1 if the loaded module and the libraries have different versions: reload or reboot "
+    "needed.",
+    "driver_roots": "Driver roots on disk.",
+    "driver_root_bytes": "Total size of the files in all driver roots.",
+    "state_free_bytes": "Free space in the file system of /var/lib/unbounded-agent.",
+}
+"""What each metric means whose samples are made for each page."""
+COUNTERS = frozenset({"state_discarded", "wakeups", "wakeup_source_losses", "machine_repairs"})
 
-    name: str
-    text: str
-    labels: tuple[str, ...]
-    samples: Callable[..., Samples]
-    is_counter: bool = False
+
+def _family(name: str, labels: str, samples: Samples) -> Metric:
+    """Return a metric. `labels` are the names of its labels, with spaces between them."""
+    make = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+    family = make(f"{PREFIX}_{name}", TEXTS[name], labels=labels.split())
+    for values, number in samples:
+        family.add_metric(values, number)
+    return family
 
 
-def _one(name: str, text: str, number: Callable[..., float | None]) -> Row:
+def _one(name: str, number: float | None) -> Metric:
     """Return a metric without labels. It has no sample if there is no number."""
-    return Row(name, text, (), lambda shown: [] if (found := number(shown)) is None else [((), found)])
+    return _family(name, "", [] if number is None else [((), number)])
 
 
-def _machine(name: str, text: str, number: Callable[[MachineOutcome], float | None]) -> Row:
-    """Return a metric with a sample for each machine of a view or outcome that has the number."""
-
-    def samples(shown: View | Outcome) -> Samples:
-        numbers = ((machine.name, number(machine)) for machine in shown.machines)
-        return [((machine,), found) for machine, found in numbers if found is not None]
-
-    return Row(name, text, ("machine",), samples)
+def _of_machines(
+    name: str, machines: Iterable[MachineOutcome], number: Callable[[MachineOutcome], float | None]
+) -> Metric:
+    """Return a metric with a sample for each machine that has the number."""
+    numbers = ((machine.name, number(machine)) for machine in machines)
+    return _family(name, "machine", [((machine,), found) for machine, found in numbers if found is not None])
 
 
-def _conditions(view: View) -> Samples:
-    for machine in view.machines:
-        for kind in ConditionType:
-            condition = machine.condition(kind)
-            reason = condition.reason if condition.reason in REASONS else OTHER
-            yield (machine.name, kind, condition.status, reason), 1
-
-
-OF_VIEW = (
-    Row(
-        "build_info",
-        "Constant 1, with the versions of the host half and of Python.",
-        ("version", "python_version"),
-        lambda view: [((view.version, python_version()), 1)],
-    ),
-    _machine(
-        "machine_ready",
-        "1 if the machine can run GPU workloads, on fresh evidence.",
-        lambda machine: machine.ready.status is Status.TRUE,
-    ),
-    Row(
+def _of_view(view: View) -> Iterator[Metric]:
+    machines, tallies = view.machines, view.wakeups
+    yield _family("build_info", "version python_version", [((view.version, python_version()), 1)])
+    yield _of_machines("machine_ready", machines, lambda machine: machine.ready.status is Status.TRUE)
+    conditions = [(machine.name, machine.condition(kind)) for machine in machines for kind in ConditionType]
+    yield _family(
         "machine_condition",
-        "Constant 1, with the condition's current status (True, False, Unknown) and its reason.",
-        ("machine", "condition", "status", "reason"),
-        _conditions,
-    ),
-    _machine(
-        "machine_ready_last_transition_timestamp_seconds",
-        "When the status of the machine's condition Ready last changed. Not shown without fresh evidence.",
-        lambda machine: machine.ready.last_transition or None,
-    ),
-    _machine(
-        "machine_recent_ready_losses",
-        "How often the machine ceased to be ready in the last 10 minutes. After 4 losses, Ready stays False "
-        "(Settling) until 60 s pass without a fault.",
-        lambda machine: len(machine.ready.losses),
-    ),
-    _one(
-        "observation_last_success_timestamp_seconds",
-        "When a pass last observed the devices of all vendors.",
-        lambda view: view.observed or None,
-    ),
-    _one(
-        "stuck_operations",
-        "Reads of drivers' files, and commands, that missed their deadline and still hang.",
-        lambda view: len(view.stuck),
-    ),
-    Row(
-        "state_discarded",
-        "How often a file of the agent's own state was discarded, because it was damaged.",
-        ("file",),
-        lambda view: [((file,), times) for file, times in view.discarded.items()],
-        is_counter=True,
-    ),
-    _one(
-        "config_last_reload_successful",
-        "0 if the configuration was invalid when it was last read, so that the last good one is in force, or if its "
-        "metrics.address could not be bound.",
-        lambda view: view.config_good,
-    ),
-    _one(
-        "config_last_reload_success_timestamp_seconds",
-        "When the configuration in force was read.",
-        lambda view: view.config_loaded,
-    ),
-    Row(
-        "wakeups",
-        "Passes that events caused, by source. Several sources may cause one pass.",
-        ("source",),
-        lambda view: [((tally.name,), tally.wakeups) for tally in view.wakeups],
-        is_counter=True,
-    ),
-    Row(
-        "wakeup_source_losses",
-        "How often a source of events broke, or could not be opened at the start.",
-        ("source",),
-        lambda view: [((tally.name,), tally.losses) for tally in view.wakeups],
-        is_counter=True,
-    ),
-    Row(
-        "wakeup_source_watching",
-        "1 while the source reports events.",
-        ("source",),
-        lambda view: [((tally.name,), tally.watching) for tally in view.wakeups],
-    ),
-)
-"""Shown even without fresh evidence. Then all conditions are Unknown, also Ready."""
+        "machine condition status reason",
+        [((name, *each[:2], each.reason if each.reason in REASONS else OTHER), 1) for name, each in conditions],
+    )
+    name = "machine_ready_last_transition_timestamp_seconds"
+    yield _of_machines(name, machines, lambda machine: machine.ready.last_transition or None)
+    yield _of_machines("machine_recent_ready_losses", machines, lambda machine: len(machine.ready.losses))
+    yield _one("observation_last_success_timestamp_seconds", view.observed or None)
+    yield _one("stuck_operations", len(view.stuck))
+    yield _family("state_discarded", "file", [((file,), times) for file, times in view.discarded.items()])
+    yield _one("config_last_reload_successful", view.config_good)
+    yield _one("config_last_reload_success_timestamp_seconds", view.config_loaded)
+    yield _family("wakeups", "source", [((each.name,), each.wakeups) for each in tallies])
+    yield _family("wakeup_source_losses", "source", [((each.name,), each.losses) for each in tallies])
+    yield _family("wakeup_source_watching", "source", [((each.name,), each.watching) for each in tallies])
 
 
 def _device_counts(outcome: Outcome) -> Samples:
@@ -200,101 +178,37 @@ def _gpu_status(gpu: Gpu, vendor: VendorFacts) -> str:
     return "ok" if any((node.kind, node.pci_address) == wanted for node in vendor.devices) else "missing"
 
 
-def _gpu_info(outcome: Outcome) -> Samples:
-    for gpu in listed_gpus(outcome.facts, granted_to(outcome.machines)):
-        yield (gpu.pci_address, gpu.vendor, gpu.model, gpu.uuid, ",".join(gpu.machines), gpu.state), 1
-
-
-def _driver_versions(outcome: Outcome) -> Iterator[tuple[str, str, str]]:
-    """Yield vendor, and the versions of module and libraries; empty for one that is missing or was not observed."""
-    for vendor in outcome.facts.vendors:
+def _of_outcome(outcome: Outcome) -> Iterator[Metric]:
+    machines, facts = outcome.machines, outcome.facts
+    yield _of_machines("machine_gpus", machines, lambda machine: len(machine.gpus))
+    yield _of_machines("machine_gpus_expected", machines, lambda machine: machine.expected)
+    yield _of_machines("machine_gpus_advertised", machines, lambda machine: machine.advertised)
+    yield _of_machines("machine_gpus_lost", machines, lambda machine: len(machine.lost))
+    yield _of_machines("machine_report_timestamp_seconds", machines, lambda machine: machine.reported or None)
+    repairs = [((machine.name, what), count) for machine in machines for what, count in machine.repairs.items()]
+    yield _family("machine_repairs", "machine what", repairs)
+    yield _one("host_pci_gpus", sum(len(vendor.gpus) for vendor in facts.vendors))
+    yield _family("host_devices", "kind status", _device_counts(outcome))
+    gpus = [
+        ((gpu.pci_address, gpu.vendor, gpu.model, gpu.uuid, ",".join(gpu.machines), gpu.state), 1)
+        for gpu in listed_gpus(facts, granted_to(machines))
+    ]
+    yield _family("gpu_info", "gpu vendor model uuid machine state", gpus)
+    faults = [((address, fault.reason), fault.since) for address, fault in facts.gpus.faults.items()]
+    yield _family("gpu_fatal_error_timestamp_seconds", "gpu error", faults)
+    drivers = []
+    for vendor in facts.vendors:
         if vendor.driver is not None:
+            # A version that is missing or was not observed is empty.
             seen = (vendor.driver.module_version, vendor.driver.user_space.version)
             module, library = (version if isinstance(version, str) else "" for version in seen)
-            yield vendor.vendor, module, library
-
-
-OF_OUTCOME = (
-    _machine("machine_gpus", "GPUs granted to the machine.", lambda machine: len(machine.gpus)),
-    _machine(
-        "machine_gpus_expected",
-        'GPUs that the machine\'s settings ask for. With `gpus = "all"`: granted and lost GPUs.',
-        lambda machine: machine.expected,
-    ),
-    _machine(
-        "machine_gpus_advertised",
-        "Granted GPUs that the node offers to pods, from the machine's report. Not shown if that is unknown.",
-        lambda machine: machine.advertised,
-    ),
-    _machine(
-        "machine_gpus_lost",
-        "GPUs that the machine was granted and that left the PCI bus without gpus detach. They count until they are "
-        "back, or gpus forget acknowledges the loss.",
-        lambda machine: len(machine.lost),
-    ),
-    _machine(
-        "machine_report_timestamp_seconds",
-        "When the machine half last reported. It does so each minute.",
-        lambda machine: machine.reported or None,
-    ),
-    Row(
-        "machine_repairs",
-        "Changes by other programs that the machine half undid since the machine's boot, by what was changed.",
-        ("machine", "what"),
-        lambda outcome: [
-            ((machine.name, what), count) for machine in outcome.machines for what, count in machine.repairs.items()
-        ],
-        is_counter=True,
-    ),
-    _one(
-        "host_pci_gpus",
-        "GPUs on the PCI bus, with or without a driver.",
-        lambda outcome: sum(len(vendor.gpus) for vendor in outcome.facts.vendors),
-    ),
-    Row("host_devices", "Devices of the host by kind and status.", ("kind", "status"), _device_counts),
-    Row(
-        "gpu_info",
-        "Constant 1, with what is known about a GPU on the PCI bus, or about one that machines have lost.",
-        ("gpu", "vendor", "model", "uuid", "machine", "state"),
-        _gpu_info,
-    ),
-    Row(
-        "gpu_fatal_error_timestamp_seconds",
-        "When the agent read an error in the kernel log after which pods cannot rely on the GPU. Shown until the GPU "
-        "has recovered.",
-        ("gpu", "error"),
-        lambda outcome: [
-            ((address, fault.reason), fault.since) for address, fault in outcome.facts.gpus.faults.items()
-        ],
-    ),
-    Row(
-        "driver_info",
-        "Constant 1, with the versions of a driver's module and libraries; empty if unknown.",
-        ("vendor", "kernel_version", "library_version"),
-        lambda outcome: [(each, 1) for each in _driver_versions(outcome)],
-    ),
-    Row(
-        "driver_version_mismatch",
-        "1 if the loaded module and the libraries have different versions: reload or reboot needed.",
-        ("vendor",),
-        lambda outcome: [
-            ((vendor,), bool(module and library and module != library))
-            for vendor, module, library in _driver_versions(outcome)
-        ],
-    ),
-    _one("driver_roots", "Driver roots on disk.", lambda outcome: len(outcome.facts.staged)),
-    _one(
-        "driver_root_bytes",
-        "Total size of the files in all driver roots.",
-        lambda outcome: sum(each.size for root in outcome.facts.staged for each in root.files if not each.link),
-    ),
-    _one(
-        "state_free_bytes",
-        "Free space in the file system of /var/lib/unbounded-agent.",
-        lambda outcome: outcome.facts.state_free if isinstance(outcome.facts.state_free, int) else None,
-    ),
-)
-"""Shown only with a fresh outcome."""
+            drivers.append((vendor.vendor, module, library))
+    yield _family("driver_info", "vendor kernel_version library_version", [(each, 1) for each in drivers])
+    mismatches = [((vendor,), bool(module and library and module != library)) for vendor, module, library in drivers]
+    yield _family("driver_version_mismatch", "vendor", mismatches)
+    yield _one("driver_roots", len(facts.staged))
+    yield _one("driver_root_bytes", sum(each.size for root in facts.staged for each in root.files if not each.link))
+    yield _one("state_free_bytes", facts.state_free if isinstance(facts.state_free, int) else None)
 
 
 def without_evidence(machine: MachineOutcome, why: str) -> MachineOutcome:
@@ -411,24 +325,11 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the view; the registry calls this for each page."""
         if self._view:
-            yield from (_family(row, self._view) for row in OF_VIEW)
-            if self._view.outcome:
-                remembering = (
-                    Row(
-                        "machine_stopped",
-                        "1 if somebody stopped the machine since the host booted: its unit is inactive, not failed. "
-                        "While systemd does not answer: what was last known.",
-                        ("machine",),
-                        self._stops,
-                    ),
-                    Row(
-                        "machine_agent_info",
-                        "Constant 1, with the version of the machine half, from its report.",
-                        ("machine", "version"),
-                        self._agents,
-                    ),
-                )
-                yield from (_family(row, self._view.outcome) for row in (*OF_OUTCOME, *remembering))
+            yield from _of_view(self._view)
+            if outcome := self._view.outcome:
+                yield from _of_outcome(outcome)
+                yield _family("machine_stopped", "machine", self._stops(outcome))
+                yield _family("machine_agent_info", "machine version", self._agents(outcome))
 
     def _stops(self, outcome: Outcome) -> Samples:
         """While systemd does not answer, the state of no unit is known.
@@ -449,11 +350,3 @@ class Metrics(Collector):
                 known = version in self._versions or (len(self._versions) < VERSIONS and VERSION.fullmatch(version))
                 self._versions |= {version} if known else set()
                 yield (machine.name, version if known else OTHER), 1
-
-
-def _family(row: Row, shown: View | Outcome) -> Metric:
-    make = CounterMetricFamily if row.is_counter else GaugeMetricFamily
-    family = make(f"{PREFIX}_{row.name}", row.text, labels=row.labels)
-    for labels, number in row.samples(shown):
-        family.add_metric(labels, number)
-    return family
