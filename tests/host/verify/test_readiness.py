@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agent.config.settings import Config
+from agent.config.settings import Config, MachineSettings
 from agent.host.verify.answers import STALE_AFTER
-from agent.host.verify.readiness import Case
+from agent.host.verify.readiness import Case, expected_gpus
 from agent.host.verify.readiness import conditions as conditions_of
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, false, true
 from agent.model.device import DeviceKind
@@ -16,6 +16,7 @@ from agent.model.goal import MachineGoal
 from agent.model.handoff import OTHER_DEVICES
 from agent.model.paths import driver_root, mount_unit
 from tests.fakes.facts import CONFIG, MACHINE, at_rest, evaluated, facts, node, nvidia
+from tests.fakes.node_settings import node_settings
 
 KINDS = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
 
@@ -286,3 +287,35 @@ def test_the_driver_of_one_vendor_costs_only_its_gpus() -> None:
     unloaded = replace(vendor, driver=replace(vendor.driver, module_version=Absent("not loaded")))
     alone = conditions(replace(seen, vendors=(unloaded, amd)), goal, config)
     assert alone[ConditionType.READY][:2] == (Status.FALSE, Reason.MODULE_NOT_LOADED)
+
+
+@pytest.mark.parametrize(
+    ("state", "age", "shown"), [("active", 0.0, True), ("active", STALE_AFTER + 1, False), ("inactive", 0.0, False)]
+)
+def test_only_the_current_report_of_a_machine_that_runs_says_what_is_strange_in_it(
+    state: str, age: float, shown: bool
+) -> None:
+    """Conditions that this release does not know, and files of a node that differ. The status stays."""
+    config = Config(machines={MACHINE: MachineSettings(node=node_settings())})
+    seen, goal = at_rest(facts(), config)
+    seen = changed(seen, unit_state=state, report_age=age)
+
+    def running(found: Report | Absent) -> tuple[Status, str, str]:
+        return conditions(seen, goal, config, found)[ConditionType.MACHINE_RUNNING]
+
+    without = running(Absent("none"))
+    assert running(Report("", "", ())) == without
+    status, reason, message = running(Report("", "", (), unknown_conditions=("NewCheck=False (Failed)",)))
+    assert (status, reason) == without[:2]
+    assert ("machine says: NewCheck=False (Failed), which this release does not know" in message) == shown
+    status, reason, message = running(Report("", "", (), changed_files=("/etc/a",)))
+    assert (status, reason) == (without[0], Reason.NODE_FILES_CHANGED if shown else without[1])
+    assert ("/etc/a" in message) == shown
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count"),
+    [("all", 2), ("count=3", 3), ("count=0", 0), ([], 0), (["0000:01:00.0", "GPU-1", "GPU-2"], 3)],
+)
+def test_the_settings_say_how_many_gpus_a_machine_should_have(wanted: str | list[str], count: int) -> None:
+    assert expected_gpus(wanted, ("0000:01:00.0", "0000:02:00.0")) == count

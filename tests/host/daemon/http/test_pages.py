@@ -1,19 +1,26 @@
-"""The page at `/`: complete, escaped, and without anything that a browser would have to fetch or run."""
+"""The pages for people, for probes and for those who debug, from simulated outcomes."""
 
+import json
+from collections.abc import Mapping
 from html.parser import HTMLParser
+from http import HTTPStatus
+from typing import Any
 
 from msgspec.structs import replace
 
-from agent.host.daemon.health import Pass, View
+from agent.host.daemon.health import Pass, View, changes, status_line
 from agent.host.daemon.metrics import without_evidence
-from agent.host.daemon.pages import HTML, front_page
+from agent.host.daemon.pages import HTML, check_pages, front_page, machine_checks, statusz
+from agent.host.daemon.wakeups import Tally
 from agent.host.reconcile import MachineOutcome, Outcome
-from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false, unknown
+from agent.model.facts import Absent, MachineFacts, Unseen
 from tests.fakes import eight_gpus
-from tests.fakes.reconciler import conditions
+from tests.fakes.reconciler import GPUS, conditions, outcome
 
 EMPTY = View("0.1.0", (), written=1.7e9)
 HOSTILE = "<script>alert(1)</script>&\"'\x1b[31m"
+NOT_YET = MachineOutcome("gpu-node", ())
 
 
 class Reader(HTMLParser):
@@ -138,7 +145,95 @@ def test_the_page_is_for_a_phone_too_and_does_not_reload_itself() -> None:
     """It was 662 pixels wide on a phone of 400, and nobody could stop it from reloading."""
     text = front_page("h", eight_gpus.view()).body.decode()
     assert "http-equiv" not in text
-    assert 'content="width=device-width"' in text
-    assert "@media (max-width: 50rem)" in text
-    assert '<td data-label="Reason">' in text
-    assert "<time>" in text
+    for each in ('content="width=device-width"', "@media (max-width: 50rem)", '<td data-label="Reason">', "<time>"):
+        assert each in text
+
+
+# ---- probes, `systemctl status` and the log
+
+
+def test_what_is_unknown_is_not_called_not_ready() -> None:
+    """`status` and the exit codes of --check tell the two apart."""
+    waiting = unknown(ConditionType.DEVICES_ALLOWED, Reason.HANDOFF_PENDING, "")
+    stopped = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "")
+    machines = [MachineOutcome("a", conditions(waiting)), MachineOutcome("b", conditions(waiting, stopped))]
+    assert status_line(machines) == "a: unknown: DevicesAllowed HandoffPending; b: not ready: MachineRunning Stopped"
+
+
+def test_before_its_first_pass_a_machine_is_not_evaluated() -> None:
+    assert status_line([NOT_YET]) == "gpu-node: not evaluated"
+    # Many machines still fit in after a long path.
+    assert len(status_line([NOT_YET], ["x" * 1000])) < 400
+    path = "/readyz/machines/gpu-node"
+    page = check_pages(path, machine_checks(NOT_YET))[path]
+    assert page.status == HTTPStatus.SERVICE_UNAVAILABLE
+    assert page.body == b"[-]Ready not evaluated\nreadyz/machines/gpu-node check failed\n"
+
+
+def test_one_cause_is_one_line_of_the_journal() -> None:
+    """A missing machine had 16 lines, one for each condition."""
+    why = "/var/lib/machines/gpu-node does not exist"
+    unknown_ones = [unknown(kind, Reason.NO_SUCH_MACHINE, why) for kind in ConditionType]
+    missing = [
+        false(kind, Reason.NO_SUCH_MACHINE, why) for kind in (ConditionType.MACHINE_RUNNING, ConditionType.READY)
+    ]
+    machine = MachineOutcome("gpu-node", conditions(*unknown_ones, *missing))
+    lines = [sentence for _, sentence in changes(machine, {})]
+    assert lines[0].startswith("gpu-node: DriverLoaded, ")
+    assert lines[0].endswith(f" are Unknown: NoSuchMachine: {why}")
+    assert [line.partition(": NoSuch")[0] for line in lines[1:]] == [
+        "gpu-node: MachineRunning is False",
+        "gpu-node: Ready is False",
+    ]
+    assert list(changes(machine, {each.type: each for each in machine.conditions})) == []
+
+
+# ---- /statusz
+
+
+def test_the_debug_page_has_the_host_its_machines_and_what_the_service_did() -> None:
+    machine = MachineOutcome("gpu-node", conditions(), gpus=GPUS, pending=True)
+    seen = MachineFacts(name="gpu-node", root="/var/lib/machines/gpu-node", unit_state=Unseen("the bus is away"))
+    found = outcome(machine)
+    view = View(
+        version="0.1.0",
+        machines=(machine,),
+        outcome=replace(found, facts=replace(found.facts, machines=(seen,), systemd_version=257)),
+        written=1_700_000_000.0,
+        passes=(
+            Pass("2023-11-14T22:13:00Z", "start", 1.5, ("write /a",)),
+            Pass("2023-11-14T22:13:10Z", "udev", 0.2, failures=("cannot write /b",)),
+        ),
+        wakeups=(Tally("udev", watching=True, wakeups=1),),
+        stuck=("/proc/driver/simulated",),
+    )
+
+    def shown(view: View) -> Mapping[str, Any]:
+        page = statusz(view)
+        assert page.content_type == "application/json"
+        document: Mapping[str, Any] = json.loads(page.body)
+        return document
+
+    document = shown(view)
+    assert document["facts"]["systemdVersion"] == 257
+    vendor = document["facts"]["vendors"]["nvidia"]
+    assert [gpu["pci_address"] for gpu in vendor["gpus"]] == list(GPUS)
+    assert vendor["nodes"]["/dev/nvidia1"] == "195:1"
+    assert vendor["moduleVersion"] == "550.163.01"
+    assert vendor["fabric"] == {"absent": "no NVSwitch"}
+    found_machine = document["machines"]["gpu-node"]
+    assert found_machine["pending"] is True
+    assert found_machine["conditions"]["Ready"]["reason"] == "AllConditionsTrue"
+    assert found_machine["conditions"]["Ready"]["lastTransitionTime"] == "2023-11-14T22:13:20Z"
+    assert found_machine["observed"]["unitState"] == {"unseen": "the bus is away"}
+    assert found_machine["observed"]["handedDriverRoots"] == {"absent": "no record"}
+    assert isinstance(seen.report, Absent)
+    assert found_machine["observed"]["reportAgeSeconds"] is None
+    assert [each["trigger"] for each in document["passes"]] == ["udev", "start"]
+    assert document["passes"][0]["failures"] == ["cannot write /b"]
+    assert document["passes"][1]["actions"] == ["write /a"]
+    assert document["sources"][0]["wakeups"] == 1
+    assert document["stuck"] == ["/proc/driver/simulated"]
+    before = shown(replace(view, outcome=None, why_stale="the first pass has not finished", passes=()))
+    assert before["whyNotObserved"] == "the first pass has not finished"
+    assert before["facts"] is before["machines"]["gpu-node"]["observed"] is None
