@@ -195,8 +195,7 @@ class HostVendor(Struct, frozen=True, kw_only=True):
     drivers: tuple[str, ...] = ()
     """Names of kernel drivers on the PCI bus. Machines can get GPUs that have one of these drivers, or no driver."""
     own_nodes: frozenset[DeviceKind] = frozenset()
-    """Kinds of nodes that show which processes use a GPU. Each node of these kinds belongs to one GPU. Every process
-    that uses a GPU has at least one of that GPU's own nodes open."""
+    """Kinds of nodes that belong to one GPU each. Every process that uses a GPU has one of its own nodes open."""
     services: tuple[str, ...] = ()
     """Units whose state `observe` needs."""
     module_names: tuple[str, ...] = ()
@@ -204,14 +203,13 @@ class HostVendor(Struct, frozen=True, kw_only=True):
     node_names: tuple[str, ...] = ()
     """Patterns (fnmatch) of names in /dev. When such an entry appears, disappears or changes, `observe` must run."""
     node_directories: tuple[str, ...] = ()
-    """Directories, some perhaps missing. When any entry in them appears, disappears or changes, `observe` must run."""
+    """The same for all entries of these directories, some of which may be missing."""
     further_classes: tuple[int, ...] = ()
     """PCI classes (base class and subclass) of GPUs that are not display controllers."""
     image: str = "agent-ubuntu2404"
     """The machine image in containerfiles/ with the programs that the machine half runs for this vendor."""
     symptoms: Mapping[tuple[ConditionType, str], str] = {}
-    """Symptoms of a False condition, by condition and reason. An empty reason stands for all reasons of the condition
-    that have no entry of their own."""
+    """Symptoms of a False condition, by condition and reason. An empty reason stands for all without an entry."""
     library_names: tuple[str, ...] = ()
     """Patterns (fnmatch) of the files in `library_directories` that show which user space is installed."""
     library_directories: Callable[[DriverSettings], tuple[str, ...]] = lambda driver: ()
@@ -224,15 +222,13 @@ class HostVendor(Struct, frozen=True, kw_only=True):
     driver_for_pods: Callable[[VendorFacts, System], DriverForPods | None] = lambda *_: None
     """Returns the driver whose user space pods get from the host; None if they get none, or if it is unknown."""
     remedies: Callable[[ConditionType, str, VendorFacts, Set[str]], tuple[str, ...]] = lambda *_: ()
-    """Returns the commands that fix the fault behind a condition, given its type and reason, and the kernel's loaded
-    modules; nothing if no commands are known for it."""
+    """Returns the commands, if any, that fix a condition's fault, given its type and reason, and the loaded modules."""
     cluster_findings: Callable[[Cluster], Iterable[Finding]] = lambda cluster: ()
     """Returns the faults of a cluster that keep its pods from the vendor's GPUs."""
     node_labels: Callable[[DriverForPods | None], Mapping[str, str]] = lambda driver: {}
     """Returns the labels for the Node of a machine that has the vendor's GPUs."""
     release_advice: Callable[..., str] = lambda command, pci_address, *, in_machine: ""
-    """Returns how to make one of the vendor's programs release a GPU; empty for any other program. The program has the
-    name `command` in /proc/PID/comm, and runs in a machine or on the host."""
+    """Returns how to make one of the vendor's programs, by its name in /proc/PID/comm, release a GPU; empty for others."""
     parse_kernel_message: Callable[[str], GpuError | None] = lambda text: None
     """Returns the GPU error that a line of the kernel log reports; None for any other line."""
 
@@ -263,9 +259,8 @@ def faulty_gpus(
 ) -> tuple[Condition, ...]:
     """Return DevicesPresent with the status False for each kind of fault that granted GPUs have. Each names its GPUs.
 
-    A GPU must have a driver, must answer, and must have a node of this `kind`. The other arguments are only for the
-    messages: `node` is the form of the node's path, and `advice` and `driver_advice` say what to do about GPUs without
-    a node and, given their PCI addresses, about GPUs without a driver.
+    A GPU must have a driver, must answer, and must have a node of this `kind`, whose path has the form `node`. `advice`
+    is for GPUs without a node, `driver_advice` for those without a driver.
     """
     drivers = {gpu.pci_address: gpu.driver for gpu in facts.gpus}
     unbound = tuple(address for address in grant.gpus if not drivers.get(address))

@@ -81,15 +81,11 @@ class CdiMode(NamedTuple):
     mounts: tuple[str, ...] = ()
     """Paths, other than the driver's files, that are mounted if they exist."""
     driver_files: bool = False
-    """Whether the driver's files are mounted."""
     since: tuple[int, ...] = ()
     """The first version of the generator that has the mode, if it is newer than the oldest that the agent accepts."""
 
     def request(self, request: Request, granted: Collection[GrantedDevice]) -> Request:
-        """Return what the mode needs of a request, and the `granted` devices that it covers.
-
-        If the result has no device, no specification is made.
-        """
+        """Return what the mode needs of a request, with the `granted` devices that it covers; perhaps none."""
         devices = tuple(device for device in granted if device.kind in self.kinds)
         if not self.driver_files:
             return Request(request.vendor, (), devices)
@@ -119,25 +115,24 @@ class MachineVendor(ABC):
     spec_kind: str
     """The kind of the vendor's CDI devices, such as `vendor.com/class`."""
     rival_spec = ""
-    """The path of the CDI specification that the vendor's own packages publish; empty if they publish none. If the file
-    exists, it takes precedence over the agent's specification."""
+    """The path of the CDI specification that the vendor's own packages publish, if any. It takes precedence."""
     rival_units: tuple[str, ...] = ()
     """The units that write `rival_spec`."""
     data_directories: tuple[str, ...] = ()
-    """Directories below a driver root that have the configuration of loaders, such as Vulkan's. The device plugin
-    expects the same directories below the machine's root."""
+    """Directories with the configuration of loaders, such as Vulkan's. Device plugins expect those of the driver root
+    below the machine's root."""
     tools: tuple[str, ...] = ()
     """Programs whose change makes the agent generate the specification again. The first one is the generator."""
     inputs: tuple[str, ...] = ()
     """Other files whose change makes the agent generate the specification again."""
     runtime_config = ""
-    """The configuration file of the handler's program; empty if there is none."""
+    """The configuration file of the handler's program, if any."""
     runtime_settings: Mapping[str, Mapping[str, object]] = {}
     """The keys that `edit_runtime_config` sets in `runtime_config`, by table."""
     resource_prefix: str
     """Prefix of the extended resources that the vendor's device plugin offers, such as `vendor.com/`."""
     harmless_resources: tuple[str, ...] = ()
-    """Patterns (fnmatch) of resources that have `resource_prefix`, but give no pod a GPU of its own."""
+    """Patterns (fnmatch) of resources with `resource_prefix` that give no pod a GPU of its own."""
     plugin_sockets: str
     """Pattern (fnmatch) of the names of the device plugin's sockets in the kubelet's directory."""
     plugin_rescans = False
@@ -145,8 +140,7 @@ class MachineVendor(ABC):
     kernel_paths: tuple[str, ...] = ()
     """Paths in /proc and /sys that exist while the driver is loaded, and that the vendor's libraries need."""
     plugin_spec = ""
-    """Where the device plugin writes its own CDI specification, whose devices pods get; empty if it writes none."""
-
+    """Where the device plugin writes its own CDI specification, if any, whose devices pods get."""
     cdi_modes: Mapping[str, CdiMode] = {}
     """The generator's further modes, by name."""
     markers: tuple[Marker, ...] = ()
@@ -154,7 +148,7 @@ class MachineVendor(ABC):
 
     @property
     def spec_path(self) -> str:
-        """Return where the CDI specification is published."""
+        """Where the CDI specification is published."""
         return spec_file(self.name)
 
     @abstractmethod
@@ -199,11 +193,10 @@ class MachineVendor(ABC):
     def verify(
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> Verdict:
-        """Check the specification against what was granted, and return the verdict. Pure.
+        """Check the specification against what was granted. Pure.
 
-        `live` maps the paths of nodes that exist in the machine to their numbers: the granted nodes, and those that the
-        specification mounts. `present` contains those `hostPath`s of the specification's mounts that exist in the
-        machine: what CDI calls the host is the machine.
+        `live` has the numbers of nodes that exist in the machine, by path: of the granted ones, and of those that the
+        specification mounts. `present` has the existing `hostPath`s of its mounts: CDI's host is the machine.
         """
 
     def plugin_spec_problems(
@@ -214,35 +207,30 @@ class MachineVendor(ABC):
         live: Mapping[str, DeviceNumber],
         exists: Callable[[str], bool],
     ) -> tuple[str, ...]:
-        """Return why pods would not get GPUs through the device plugin's specification. Pure, except for `exists`.
-
-        `spec` is the device plugin's specification, and `own` the one that the agent published. `live` is as in
-        `verify`.
-        """
+        """Return why pods would not get GPUs through the device plugin's `spec`; `own` is the agent's. Pure."""
         return ()
 
     @abstractmethod
     def list_devices(self, system: System, directory: str, timeout: float) -> tuple[str, ...]:
-        """Return the qualified names of the devices in all valid specifications in a directory.
+        """Return the qualified names of the devices in all valid specifications in a directory, within `timeout`.
 
-        A program that this runs gets `timeout` seconds. Raises AgentError or OSError.
+        Raises AgentError or OSError.
         """
 
     @abstractmethod
     def gpu_of(self, name: str, request: Request) -> str:
         """Return the id of the GPU or partition that `name` stands for, such as a UUID or a PCI address. Pure.
 
-        `name` is either a device id of the kubelet or the name of a CDI device. For the same GPU or partition, both
-        give the same id. A name that does not identify a GPU, such as an index or `all`, gives an empty id.
+        `name` is a device id of the kubelet or the name of a CDI device: both give the same id. It is empty for a name
+        that does not identify a GPU, such as an index or `all`.
         """
 
     @abstractmethod
     def allocatable(self, spec: object, request: Request, names: Set[str]) -> tuple[AllocatableDevice, ...]:
-        """Return the devices that a claim can have. Pure.
+        """Return the devices of a verified specification with these names that a claim can have. Pure.
 
-        `spec` is a verified specification. Only devices of `spec` whose names are in `names` are returned. If several
-        devices of `spec` are the same GPU under different names, only one of them is returned, because two claims must
-        not get the same GPU. For the same reason, a GPU that has partitions is left out. Raises DocumentError.
+        Each GPU is returned only once, and not if it has partitions, because two claims must not get the same GPU.
+        Raises DocumentError.
         """
 
     def edit_runtime_config(self, text: str) -> str:

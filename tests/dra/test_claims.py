@@ -101,25 +101,16 @@ def test_a_device_goes_to_one_claim(node: Node, first: str, second: str) -> None
     assert node.claims.prepare(reference("b"))
 
 
-def test_partitions_of_one_gpu_go_to_several_claims(node: Node) -> None:
+def test_several_claims_have_parts_of_a_gpu_or_monitor_it(node: Node) -> None:
+    """Partitions, shares, and administrators, who see devices that others have."""
     other = f"{GPUS[0]}-mig-8-0"
     node.devices[other] = Device(other, "vendor", ("vendor.com/gpu=8",), "")
-    node.api["a"], node.api["b"] = claim("a", PARTITION), claim("b", other)
-    assert node.claims.prepare(reference("a"))
-    assert node.claims.prepare(reference("b"))
-
-
-def test_administrators_see_devices_that_others_have(node: Node) -> None:
-    node.api["a"], node.api["b"] = claim("a", GPUS[0], adminAccess=True), claim("b", GPUS[0])
-    node.api["c"] = claim("c", GPUS[0], adminAccess=True)
+    node.api |= {"a": claim("a", PARTITION), "b": claim("b", other), "c": claim("c", GPUS[0], adminAccess=True)}
+    node.api |= {"d": claim("d", GPUS[1], shareID="s1"), "e": claim("e", GPUS[1], shareID="s2")}
     assert all(node.claims.prepare(reference(name)) for name in ("a", "b", "c"))
-
-
-def test_shares_of_a_device_go_to_several_claims(node: Node) -> None:
-    node.api["a"], node.api["b"] = claim("a", GPUS[0], shareID="s1"), claim("b", GPUS[0], shareID="s2")
-    node.api["c"], node.api["d"] = claim("c", GPUS[0], shareID="s2"), claim("d", GPUS[0])
-    assert [node.claims.prepare(reference(name))[0].share for name in ("a", "b")] == ["s1", "s2"]
-    for name in ("c", "d"):
+    assert [node.claims.prepare(reference(name))[0].share for name in ("d", "e")] == ["s1", "s2"]
+    node.api |= {"f": claim("f", GPUS[1], shareID="s2"), "g": claim("g", GPUS[1])}
+    for name in ("f", "g"):
         with pytest.raises(AgentError, match="cannot have"):
             node.claims.prepare(reference(name))
 

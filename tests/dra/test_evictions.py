@@ -49,6 +49,10 @@ class Cluster:
         if self.refusal:
             raise self.refusal
 
+    def evict(self) -> tuple[Pod, ...]:
+        """Make a new process's first attempt: CLAIM has a GPU that is being detached."""
+        return Evictions(self.fetch, self.send).make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")})
+
 
 @pytest.fixture
 def cluster() -> Cluster:
@@ -56,8 +60,7 @@ def cluster() -> Cluster:
 
 
 def test_the_pod_is_evicted_with_its_uid(cluster: Cluster) -> None:
-    made = Evictions(cluster.fetch, cluster.send).make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")})
-    assert made == (POD,)
+    assert cluster.evict() == (POD,)
     ((method, path, content),) = cluster.sent
     assert (method, path) == ("POST", "/api/v1/namespaces/team/pods/train/eviction")
     assert content["metadata"] == {"namespace": "team", "name": "train"}
@@ -131,14 +134,13 @@ def test_one_pod_without_an_answer_keeps_no_other(cluster: Cluster) -> None:
 def test_a_pod_that_has_ended_is_no_warning(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """The kubelet gives the claim back a little later."""
     cluster.refusal = NotFoundError("POST eviction", '404 Not Found: pods "train" not found', 404)
-    Evictions(cluster.fetch, cluster.send).make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")})
+    cluster.evict()
     assert caplog.records == []
 
 
 def test_a_claim_that_is_gone_or_was_made_again_evicts_nobody(cluster: Cluster) -> None:
     cluster.claims = {}
-    found = Evictions(cluster.fetch, cluster.send)
-    assert found.make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")}) == ()
+    assert cluster.evict() == ()
     assert pods_of(CLAIM, document("c9")) == ()
     assert pods_of(CLAIM, document(reservedFor=None)) == ()
     assert pods_of(CLAIM, document(reservedFor=[{"resource": "other", "name": "x", "uid": "y"}])) == ()
@@ -149,4 +151,4 @@ def test_a_malformed_claim_is_refused(cluster: Cluster, consumers: object) -> No
     with pytest.raises(DocumentError, match="claim team/train-gpu"):
         pods_of(CLAIM, document(reservedFor=consumers))
     cluster.claims[CLAIM] = document(reservedFor=consumers)
-    assert Evictions(cluster.fetch, cluster.send).make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")}) == ()
+    assert cluster.evict() == ()

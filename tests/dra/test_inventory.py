@@ -130,6 +130,11 @@ def inventory(machine: DraMachine) -> Inventory:
     return found
 
 
+def look_up(inventory: Inventory) -> None:
+    inventory.refresh()
+    inventory.read_facts()
+
+
 def test_without_documents_there_is_nothing(inventory: Inventory) -> None:
     assert inventory.devices() == {}
     assert inventory.problems == ()
@@ -199,21 +204,17 @@ def test_nothing_is_offered_until_the_node_is_known(machine: DraMachine) -> None
 
 def test_tools_run_once_for_each_change(machine: DraMachine, inventory: Inventory) -> None:
     machine.grant(*GPUS[:2])
-    inventory.refresh()
-    inventory.read_facts()
+    look_up(inventory)
     count = len(machine.calls)
     inventory.read_facts()
     machine.change(GpuStatus(GPUS[0], "nvidia", GpuState.UNHEALTHY, "Xid48"))
-    inventory.refresh()
-    inventory.read_facts()
+    look_up(inventory)
     machine.grant(GPUS[0])
-    inventory.refresh()
-    inventory.read_facts()
+    look_up(inventory)
     assert len(machine.calls) == count > 0
     assert inventory.devices()["gpu-0000-01-00-0"].attributes["uuid"] == "GPU-01"
     machine.grant(*GPUS[:2])
-    inventory.refresh()
-    inventory.read_facts()
+    look_up(inventory)
     assert len(machine.calls) > count, "another GPU may be in that slot"
 
 
@@ -251,8 +252,7 @@ def test_facts_of_a_partition_are_not_those_of_the_next_one(machine: DraMachine,
     for uuid in (f"MIG-00000000-0000-4000-8000-00000000000{number}" for number in (1, 2)):
         machine.states([])
         machine.allocate([AllocatableDevice(GPUS[0], (f"nvidia.com/gpu={uuid}",), (7, 0))])
-        inventory.refresh()
-        inventory.read_facts()
+        look_up(inventory)
         assert inventory.devices()["gpu-0000-01-00-0-mig-7-0"].attributes["uuid"] == uuid
 
 
@@ -296,8 +296,7 @@ def test_only_what_is_unknown_is_looked_up_again(
     machine.program_runner = answer
     monkeypatch.setattr(module, "RETRY", 0.0)
     machine.grant(*GPUS)
-    inventory.refresh()
-    inventory.read_facts()
+    look_up(inventory)
     first = len(machine.calls)
     inventory.read_facts()
     assert sum(argv[1].startswith("--id=") for argv in machine.calls[:first]) == len(GPUS)
@@ -327,8 +326,7 @@ def test_a_gpu_may_leave_while_another_one_is_looked_up_again(
     machine.program_runner = answer
     monkeypatch.setattr(module, "RETRY", 0.0)
     machine.grant(*GPUS[:2])
-    inventory.refresh()
-    inventory.read_facts()
+    look_up(inventory)
     left.clear()
     inventory.read_facts()
     assert list(inventory.devices()) == ["gpu-0000-01-00-0"]
@@ -360,6 +358,5 @@ def test_facts_that_are_found_one_after_the_other_are_all_kept(
 
 def test_a_vendor_that_is_not_known_has_no_facts(machine: DraMachine, inventory: Inventory) -> None:
     machine.allocate([AllocatableDevice(GPUS[0], ("v.com/c=n",))], vendor="other")
-    inventory.refresh()
-    inventory.read_facts()
+    look_up(inventory)
     assert inventory.all_devices()["gpu-0000-01-00-0"].vendor == "other"

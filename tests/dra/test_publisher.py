@@ -23,12 +23,16 @@ def device(number: int, *taints: Taint) -> Device:
     return Device(f"gpu-{number:03}", "vendor", (f"v.com/c={number}",), f"0000:{number:02x}:00.0", taints=taints)
 
 
+@pytest.fixture
+def publisher(client: ApiClient) -> Publisher:
+    return Publisher(client)
+
+
 def pools(api: ApiServer) -> list[tuple[int, int]]:
     return [(each["spec"]["pool"]["generation"], len(each["spec"]["devices"])) for each in api.slices]
 
 
-def test_a_change_is_a_generation(api: ApiServer, client: ApiClient) -> None:
-    publisher = Publisher(client)
+def test_a_change_is_a_generation(api: ApiServer, publisher: Publisher) -> None:
     first = publisher.publish(HERE, [device(1)])
     assert (first.generation, first.devices, first.written) == (1, ("gpu-001",), True)
     assert not publisher.publish(HERE, [device(1)]).written
@@ -45,23 +49,20 @@ def test_another_process_goes_on_from_what_is_there(api: ApiServer, client: ApiC
     assert Publisher(client).publish(HERE, [device(2)]).generation == 2
 
 
-def test_slices_come_and_go_with_their_devices(api: ApiServer, client: ApiClient) -> None:
-    publisher = Publisher(client)
+def test_slices_come_and_go_with_their_devices(api: ApiServer, publisher: Publisher) -> None:
     for count, sizes in ((200, [(1, 128), (1, 72)]), (100, [(2, 100)]), (0, []), (1, [(4, 1)])):
         publisher.publish(HERE, [device(number) for number in range(count)])
         assert pools(api) == sizes
 
 
-def test_wiped_slices_are_written_again_in_a_newer_generation(api: ApiServer, client: ApiClient) -> None:
-    publisher = Publisher(client)
+def test_wiped_slices_are_written_again_in_a_newer_generation(api: ApiServer, publisher: Publisher) -> None:
     publisher.publish(HERE, [device(1)])
     api.wipe()
     assert publisher.publish(HERE, [device(1)]).generation == 2
     assert pools(api) == [(2, 1)]
 
 
-def test_what_others_changed_is_put_right(api: ApiServer, client: ApiClient) -> None:
-    publisher = Publisher(client)
+def test_what_others_changed_is_put_right(api: ApiServer, publisher: Publisher) -> None:
     publisher.publish(HERE, [device(1)])
     changed = copy.deepcopy(api.slices[0])
     changed["spec"]["devices"] = []
@@ -72,8 +73,7 @@ def test_what_others_changed_is_put_right(api: ApiServer, client: ApiClient) -> 
     assert pools(api) == [(2, 1)]
 
 
-def test_a_write_that_meets_another_is_a_conflict(api: ApiServer, client: ApiClient) -> None:
-    publisher = Publisher(client)
+def test_a_write_that_meets_another_is_a_conflict(api: ApiServer, publisher: Publisher) -> None:
     publisher.publish(HERE, [device(1)])
     api.answer = lambda method, path: failure(409, "the object has been modified") if method == "PUT" else None
     with pytest.raises(ConflictError, match="409 Conflict: the object has been modified"):
@@ -83,12 +83,11 @@ def test_a_write_that_meets_another_is_a_conflict(api: ApiServer, client: ApiCli
     assert publisher.publish(HERE, [device(2)]).generation == 2
 
 
-def test_attack_another_node_takes_the_names(api: ApiServer, client: ApiClient) -> None:
+def test_attack_another_node_takes_the_names(api: ApiServer, client: ApiClient, publisher: Publisher) -> None:
     """A node may create its own slices under these names. This node can neither see nor delete them."""
     taken = {f"{COLLECTION}/{slice_name(NODE, index)}" for index in range(3)}
     for path in taken:
         api.put(path, {"metadata": {"name": path.rpartition("/")[2]}, "spec": {"nodeName": "another"}})
-    publisher = Publisher(client)
     assert publisher.publish(HERE, [device(number) for number in range(129)]).written
     assert not publisher.publish(HERE, [device(number) for number in range(129)]).written
     # After a restart, and with one slice more, the names stay.
@@ -105,9 +104,8 @@ def test_attack_another_node_takes_the_names(api: ApiServer, client: ApiClient) 
     assert {path for path in api.objects if path.startswith(COLLECTION)} == taken
 
 
-def test_half_a_pool_is_completed(api: ApiServer, client: ApiClient) -> None:
+def test_half_a_pool_is_completed(api: ApiServer, publisher: Publisher) -> None:
     """The second write fails: slices of two generations are there, which consumers ignore."""
-    publisher = Publisher(client)
     publisher.publish(HERE, [device(number) for number in range(129)])
     name = api.slices[1]["metadata"]["name"]
     api.answer = lambda method, path: failure(500, "no") if method == "PUT" and path.endswith(name) else None
@@ -124,10 +122,9 @@ def without_taints(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "spec": {**item["spec"], "devices": devices}}
 
 
-def test_a_device_whose_taint_is_not_kept_is_not_offered(api: ApiServer, client: ApiClient) -> None:
+def test_a_device_whose_taint_is_not_kept_is_not_offered(api: ApiServer, publisher: Publisher) -> None:
     """A server without the feature drops taints silently: claims would get a failed GPU."""
     api.stored = without_taints
-    publisher = Publisher(client)
     published = publisher.publish(HERE, [device(1), device(2, TAINT)])
     assert (published.devices, published.tainted, published.withheld) == (("gpu-001",), (), ("gpu-002",))
     assert pools(api) == [(2, 1)]
@@ -136,10 +133,10 @@ def test_a_device_whose_taint_is_not_kept_is_not_offered(api: ApiServer, client:
 
 
 def test_taints_are_published_once_the_server_keeps_them(
-    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch
+    api: ApiServer, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after an upgrade. While the server drops them, no further slice with the failed GPU is written."""
-    publisher, monotonic, passed = Publisher(client), time.monotonic, 0.0
+    monotonic, passed = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + passed)
     devices = [device(1), device(2, TAINT)]
     api.stored = without_taints
@@ -156,20 +153,18 @@ def test_taints_are_published_once_the_server_keeps_them(
     assert pools(api) == [(3, 2)]
 
 
-def test_what_the_server_adds_is_not_a_difference(api: ApiServer, client: ApiClient) -> None:
+def test_what_the_server_adds_is_not_a_difference(api: ApiServer, publisher: Publisher) -> None:
     def later_release(item: dict[str, Any]) -> dict[str, Any]:
         devices = [{**each, "new": True} for each in item["spec"]["devices"]]
         return {**item, "spec": {**item["spec"], "devices": devices}}
 
     api.stored = later_release
-    publisher = Publisher(client)
     for _ in range(3):
         publisher.publish(HERE, [device(1)])
     assert api.written == ["POST"]
 
 
-def test_a_wipe_at_the_moment_of_a_write_is_no_failure(api: ApiServer, client: ApiClient) -> None:
-    publisher = Publisher(client)
+def test_a_wipe_at_the_moment_of_a_write_is_no_failure(api: ApiServer, publisher: Publisher) -> None:
     publisher.publish(HERE, [device(1)])
 
     def wipe_once(method: str, path: str) -> None:
@@ -181,8 +176,7 @@ def test_a_wipe_at_the_moment_of_a_write_is_no_failure(api: ApiServer, client: A
     assert pools(api) == [(2, 1)]
 
 
-def test_a_slice_that_is_gone_need_not_be_removed(api: ApiServer, client: ApiClient) -> None:
-    publisher = Publisher(client)
+def test_a_slice_that_is_gone_need_not_be_removed(api: ApiServer, publisher: Publisher) -> None:
     publisher.publish(HERE, [device(1)])
     api.answer = lambda method, path: failure(404, "gone") if method == "DELETE" else None
     assert publisher.publish(HERE, []).generation == 0

@@ -20,10 +20,11 @@ from agent.dra.evictions import EXTENDED
 from agent.dra.service import plugin_resources
 from agent.model.conditions import Reason
 from agent.model.contract import Effect, GpuState, GpuStatus
-from agent.model.device import FileIdentity, is_zero
+from agent.model.device import is_zero
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_STATUS
 from agent.system import api_server as api_module
+from agent.system.files import READ_LIMIT
 from tests.fakes.api_server import NODES, ApiServer, failure
 from tests.fakes.dra_machine import GPUS, KUBECONFIG, NODE, DraMachine, healthy
 from tests.fakes.waiting import wait_for
@@ -77,19 +78,21 @@ def test_an_idle_service_wakes_up_only_for_changes(
     api.wipe()
     until("the API server's change is noticed", lambda: offered(api) == ["01", "02"])
     looks: list[str] = []
-    identity = joined.identity
+    read = joined.read
 
-    def look(path: str, *, follow: bool = True) -> FileIdentity:
+    def look(path: str, limit: int = READ_LIMIT) -> bytes:
         looks.append(path)
-        return identity(path, follow=follow)
+        return read(path, limit)
 
     def sleeps() -> bool:
         looks.clear()
         time.sleep(0.5)
         return not looks
 
-    monkeypatch.setattr(joined, "identity", look)
+    monkeypatch.setattr(joined, "read", look)
     until("it sleeps", sleeps)
+    joined.grant(*GPUS[:3])
+    until("it looks again", lambda: looks)
     socket = Path(joined.kubelet, "plugins_registry", "gpu.unbounded-agent.io-reg.sock")
     socket.unlink()
     until("the socket is served again", socket.exists)
