@@ -228,7 +228,7 @@ class HostVendor(Struct, frozen=True, kw_only=True):
     node_labels: Callable[[DriverForPods | None], Mapping[str, str]] = lambda driver: {}
     """Returns the labels for the Node of a machine that has the vendor's GPUs."""
     release_advice: Callable[..., str] = lambda command, pci_address, *, in_machine: ""
-    """Returns how to make one of the vendor's programs, by its name in /proc/PID/comm, release a GPU; empty for others."""
+    """Returns how to make a program of the vendor, by its name in /proc/PID/comm, release a GPU; empty for others."""
     parse_kernel_message: Callable[[str], GpuError | None] = lambda text: None
     """Returns the GPU error that a line of the kernel log reports; None for any other line."""
 
