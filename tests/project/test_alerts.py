@@ -63,10 +63,7 @@ def test_every_alert_has_its_section_of_the_runbooks() -> None:
         assert rule["annotations"]["runbook_url"] == f"{URL}#{alert.lower()}"
         assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
         assert rule["labels"]["severity"] in ("page", "ticket")
-
-
-def test_few_alerts_page() -> None:
-    """Running pods do not depend on the agent, so few of its troubles wake a person."""
+    # Running pods do not depend on the agent, so few of its troubles wake a person.
     pages = [alert for alert, rule in alerts().items() if rule["labels"]["severity"] == "page"]
     assert pages == ["UnboundedAgentMachineNotReady", "UnboundedAgentHostsUnobserved"]
 
