@@ -116,10 +116,7 @@ def _indices(system: System, directory: str, *, ending: str) -> set[int]:
 
 
 def _is_plain(index: int, system: System) -> bool:
-    """Return whether the driver root is a plain directory. Raises OSError.
-
-    Links are not followed, because root in a machine may have made one.
-    """
+    """Return whether the driver root is a plain directory, not a link, which root in a machine may make."""
     try:
         return stat.S_ISDIR(system.owner(driver_root(index))[0])
     except OSError as error:

@@ -106,10 +106,7 @@ def uses_stub_resolver(system: System) -> bool:
 
 
 def dns_servers(path: str, system: System) -> tuple[list[str], list[str]]:
-    """Return all DNS servers in a file that are used and, as a second list, those of them that pods can ask.
-
-    The file has the format of resolv.conf(5). If it cannot be read, both lists are empty.
-    """
+    """Return the DNS servers in a file like resolv.conf(5) that are used, and those of them that pods can ask."""
     found = read_seen(lambda each: system.read(each, LIMIT), path)
     lines = found.decode(errors="replace").splitlines() if isinstance(found, bytes) else []
     words = [line.split() for line in lines]
@@ -138,10 +135,7 @@ def _is_same_in_pods(server: str) -> bool:
 
 
 def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSource]]:
-    """Return each source, by its path in the settings; Broken if it must not be mounted.
-
-    Each observation has a time limit, because a network mount may hang.
-    """
+    """Return each source, by its path in the settings. Each look has a time limit: a network mount may hang."""
     mounts = [mount for settings in config.machines.values() for mount in settings.extra_mounts]
     # /var/lib/machines, for example, may be a link.
     real_paths = [read_seen(system.real_path, path) for path in CONTROL_PATHS if mounts]
@@ -187,10 +181,7 @@ def observe_nspawn_sources(config: Config, system: System) -> dict[str, str]:
 
 
 def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
-    """Return the ownership record (digests by path), and a problem with it; the problem is empty if there is none.
-
-    A damaged record is discarded and counts as empty. The record is Unseen if it cannot be read now.
-    """
+    """Return the ownership record (digests by path), and a problem with it. A damaged one is discarded: it is empty."""
     match OWNED_FILES.read_seen(OWNED, system):
         case Unseen(why) as unseen:
             return unseen, why
@@ -247,10 +238,7 @@ class Listing(Struct, frozen=True):
 
 
 def parse_listing(output: str) -> Listing | Broken:
-    """Parse the output of `ldconfig -p`; Broken if it has another format or is cut short.
-
-    If output that is cut short were accepted, the libraries at its end would count as absent.
-    """
+    """Parse the output of `ldconfig -p`. If it is cut short, it is Broken: libraries would count as absent."""
     header, _, body = output.partition("\n")
     match = HEADER.fullmatch(header)
     if match is None:
@@ -264,10 +252,8 @@ def parse_listing(output: str) -> Listing | Broken:
 
 
 def _architecture(tags: str) -> str:
-    """Return the architecture in tags such as `libc6,x86-64, hwcap: "x86-64-v3"`; empty if it is not supported.
-
-    Tags are compared as a whole, because a hwcap may look like the tag of an architecture.
-    """
+    """Return the architecture in tags such as `libc6,x86-64, hwcap: "x86-64-v3"`; empty if it is not supported."""
+    # Tags are compared as a whole, because a hwcap may look like the tag of an architecture.
     kind, second, *_ = (*re.split(r", *", tags), "")
     if kind != "libc6":
         return ""
@@ -321,10 +307,7 @@ class Memory(Struct, frozen=True):
 
 
 def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:
-    """Return the facts of one pass. In these facts, whatever could not be observed is Unseen.
-
-    Raises AgentError if the record of detached, lost and failed GPUs cannot be read.
-    """
+    """Return the facts of one pass; what could not be observed is Unseen. Raises ObservationError for the GPU notes."""
     owned, discarded = read_owned(system)
     recorded = () if isinstance(owned, Unseen) else tuple(owned)
     # Include machines that are no longer configured but still have the agent's settings.

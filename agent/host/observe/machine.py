@@ -65,13 +65,7 @@ T = TypeVar("T")
 
 TEMPLATE = "systemd-nspawn@.service"
 UNMASK = f"run `systemctl unmask {TEMPLATE}`"
-UNIT_DIRECTORIES = (
-    "/etc/systemd/system",
-    "/run/systemd/system",
-    "/usr/local/lib/systemd/system",
-    "/usr/lib/systemd/system",
-    "/lib/systemd/system",
-)
+UNIT_DIRECTORIES = tuple(f"{place}/systemd/system" for place in ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib"))
 """Directories of units, in the order of precedence of systemd.unit(5). Directories of transient and generated units are
 left out, because they never contain templates."""
 WANTED_BY = {"machines.target": "multi-user.target"}
@@ -104,10 +98,7 @@ class Unit(Struct, frozen=True):
 
 
 def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
-    """Return the states of units by name, with a single call to PID 1. All are Unseen if PID 1 does not answer.
-
-    The result includes units that are not loaded. An alias has the state of the unit that it names.
-    """
+    """Return the states of units, loaded or not, with one call to PID 1. All are Unseen if PID 1 does not answer."""
     try:
         return dict(zip(names, map(_unit, names, systemd.list_units(names, system)), strict=True))
     except BusError as error:
@@ -248,10 +239,7 @@ def _entry(value: str) -> DeviceAllow | None:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Yield the lines of a unit file, without comments and empty lines.
-
-    A backslash at the end of a line joins the line with the next one, even if there are comments between the two.
-    """
+    """Yield the lines of a unit file without comments. A backslash joins the next line, even behind comments."""
     parts: list[str] = []
     for raw in text.split("\n"):
         line = raw.strip()
@@ -347,10 +335,7 @@ def _report(name: str, system: System, ages: Ages) -> tuple[Seen[Report], float]
 
 
 def _kept_from_boot_by(name: str, unit: Unit, system: System) -> str:
-    """Return the command of `MachineFacts.kept_from_boot_by`; empty if the machine does not start at boot.
-
-    If it is unknown whether the machine starts at boot, assume that it does.
-    """
+    """Return the command of `MachineFacts.kept_from_boot_by`. An unknown start at boot counts as one."""
     # `up` enables each machine that it makes.
     if read_seen(system.exists, node_record(name)) is not False:
         return f"unbounded-agent reset {name}"
@@ -362,10 +347,7 @@ def _kept_from_boot_by(name: str, unit: Unit, system: System) -> str:
 
 
 def _root(name: str, system: System, *, is_node: bool) -> Seen[str]:
-    """Return the machine's root directory; Broken if a symbolic link or a file is in its place.
-
-    A link is refused, because nspawn might resolve it differently from the agent.
-    """
+    """Return the machine's root directory. A link is refused: nspawn might resolve it differently from the agent."""
     path = f"{MACHINE_ROOTS}/{name}"
     link = read_seen(system.read_link, path)
     if isinstance(link, Absent | Broken | Unseen):
@@ -423,7 +405,6 @@ GPUS_LIMIT = 256
 # msgspec accepts a text if the pattern matches anywhere in it. So each pattern begins with \A, and ends with \Z. (With
 # `$` instead of \Z, a text with a final newline would be accepted too.)
 Word = Annotated[str, Meta(pattern=r"\A[A-Za-z][A-Za-z0-9]{0,63}\Z")]
-Name = Annotated[str, Meta(max_length=255)]
 Address = Annotated[str, Meta(pattern=rf"\A{PCI_ADDRESS.pattern}\Z")]
 FabricWord = Annotated[str, Meta(pattern=r"\A(\[?N/A\]?|[A-Za-z0-9 \[\]]{0,64})\Z")]
 """A word of the driver, which conditions show without `machine says`: no command can be made of it."""
@@ -450,10 +431,7 @@ class _Fabric(Struct, frozen=True):
 
 
 class _Repairs(Struct, frozen=True):
-    """How often each Repair was made.
-
-    This is not a dict, because msgspec's errors do not name the keys of a dict.
-    """
+    """How often each Repair was made. This is not a dict, because msgspec's errors do not name the keys of a dict."""
 
     links: Count = 0
     spec: Count = 0
@@ -468,13 +446,11 @@ class _Version(Struct, frozen=True):
 
 
 class _Document(_Version, frozen=True):
-    """The whole report. Unknown keys are ignored."""
+    """What the host needs of a report. Other keys are ignored."""
 
     generation: Annotated[str, Meta(pattern=r"\A[0-9a-f]{0,64}\Z")]
-    boot_id: Annotated[str, Meta(pattern=r"\A[0-9a-f-]{0,36}\Z")]
     agent_version: Annotated[str, Meta(max_length=64)]
     conditions: Annotated[tuple[_Condition, ...], Meta(max_length=CONDITIONS_LIMIT)]
-    cdi_devices: Annotated[tuple[Name, ...], Meta(max_length=4096)]
     repairs: _Repairs
     advertised_gpus: Count | None
     changed_files: Annotated[tuple[str, ...], Meta(max_length=CHANGED_FILES_LIMIT)]
@@ -528,7 +504,6 @@ def _check(document: _Document) -> None:
         "agent_version": document.agent_version,
         "refused": document.refused,
         **{f"conditions[{index}].message": each.message for index, each in enumerate(document.conditions)},
-        **{f"cdi_devices[{index}]": name for index, name in enumerate(document.cdi_devices)},
     }
     for key, text in texts.items():
         # `isprintable` refuses Unicode's format characters too, which can make one text look like another.
@@ -541,7 +516,6 @@ def _check(document: _Document) -> None:
             )
     lists = {
         "conditions: a type": [each.type for each in document.conditions],
-        "cdi_devices: a name": document.cdi_devices,
         "changed_files: a path": document.changed_files,
         "fabric: a GPU": [each.gpu for each in document.fabric],
     }

@@ -122,10 +122,7 @@ def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
 
 
 def changes_left(goal: MachineGoal, difference: Difference) -> bool:
-    """Return whether the next pass changes the running machine's devices or publishes its handoff.
-
-    If so, the machine's present report does not cover these changes yet.
-    """
+    """Return whether the next pass changes what the running machine has, which its report then does not cover yet."""
     return any(
         (isinstance(action, ChangeDevices) and action.machine == goal.name)
         or (isinstance(action, WriteFile) and action.path == goal.handoff_file.path)
@@ -190,10 +187,7 @@ def _write_if_different(file: OwnedFile, facts: Facts) -> list[WriteFile]:
 
 
 def _refusal(goal: MachineGoal, facts: Facts) -> str | Unseen | None:
-    """Return why the machine's settings files must not be written; None if they may be.
-
-    Without the ownership record, the first line of a file still shows that the agent wrote it.
-    """
+    """Return why the machine's settings files must not be written; None if they may be."""
     for file, target in (
         (goal.nspawn, f"machines.{goal.name}.nspawn in the configuration"),
         (goal.drop_in, "a drop-in of another name in the same directory, such as 95-local.conf"),
@@ -206,6 +200,7 @@ def _refusal(goal: MachineGoal, facts: Facts) -> str | Unseen | None:
                 return why
             case Absent():
                 continue
+            # Without the ownership record, the first line still shows that the agent wrote the file.
             case content if not (state.owned or content == file.content or content.startswith(MARK)):
                 return f"{file.path} was not written by this agent; move its settings to {target}, and remove the file"
     return None

@@ -75,10 +75,7 @@ def replaceable(facts: Facts) -> bool:
 
 
 def collect(goal: Goal, facts: Facts) -> list[Action]:
-    """Return the steps that remove leftovers, and roots that nothing needs.
-
-    No root is removed if something relevant could not be observed (fail static).
-    """
+    """Return the steps that remove leftovers, and unneeded roots: none if something relevant was not observed."""
     staging = any(root not in facts.staged for root in (*goal.driver_roots, *goal.waiting_roots))
     # If a root is to be staged, staging itself removes the leftovers in STAGING. Leftovers of removals, in REMOVED, are
     # removed before that: they may fill the disk.

@@ -615,10 +615,7 @@ def with_live(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
 
 
 def _derived(goal: MachineGoal, machine: MachineFacts, started: tuple[bytes, bytes]) -> LiveSettings:
-    """Return the live settings that follow from the files that the machine started with.
-
-    `fixed` is empty if these files differ from the goal in lines that need a restart.
-    """
+    """Return the live settings that follow from the files at the start; no `fixed` if these need a restart."""
     paths = {path: escape(path).encode() for path in goal.live.nodes}
     wanted = fixed_lines(goal.nspawn.content, goal.drop_in.content, paths.values())
     same = fixed_lines(*started, paths.values()) == wanted

@@ -289,10 +289,7 @@ DEVICE = re.compile(rb"/dev/(?!kmsg$)")
 
 
 def fixed_lines(nspawn: bytes, drop_in: bytes, bound: Collection[bytes] = ()) -> list[bytes]:
-    """Return the lines of both files that need a restart if they change.
-
-    Binds of devices do not, nor those of the paths in `bound`, which has the running machine's nodes and directories.
-    """
+    """Return the lines that need a restart if they change: not the binds of devices, nor of the paths in `bound`."""
     binds = ((line, BIND.fullmatch(line)) for line in nspawn.splitlines())
     fixed = [line for line, bind in binds if not bind or (bind[1] not in bound and not DEVICE.match(bind[1]))]
     not_compared = tuple(each.encode() for each in NOT_COMPARED)
