@@ -22,7 +22,6 @@ def test_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[machines.a]\ngpuz = 1", "machines.a.gpuz: unknown key"),
         ("[machines.a]\ngpuz = 1", "machines.a.gpuz: unknown key; did you mean gpus?"),
         ("[machines.a]\ncount = 2", 'machines.a.count: unknown key; write gpus = "count=N", such as "count=2"'),
         ('[machines.a.nspawn]\ncapabilty = "x"', "machines.a.nspawn.capabilty: unknown key; did you mean capability?"),
@@ -34,7 +33,6 @@ def test_defaults(tmp_path: Path) -> None:
         ("[machines.a.nspawn.extra.Files]\nBind = 4", "machines.a.nspawn.extra.Files.Bind: must be a string or a list"),
         ('[machines."a/b"]', "machines.a/b: 'a/b' is not a host name"),
         ('[machines.".."]', "machines...: '..' is not a host name"),
-        ("[machines.a]\ngpus = 3", "machines.a.gpus: "),
         ('[machines.a]\ngpus = "count=x"', "machines.a.gpus: "),
         ('[machines.a]\ngpus = ["nvidia0"]', "machines.a.gpus: "),
         ('[machines.a]\ngpus = ["0000:3b:00.8"]', "machines.a.gpus: '0000:3b:00.8' is neither a PCI address"),
@@ -99,11 +97,6 @@ def test_a_mistake_in_toml_shows_its_line(tmp_path: Path) -> None:
             load_config(system_with(tmp_path, main=text))
         assert str(raised.value).endswith(expected)
         assert "hunter2" not in str(raised.value)
-
-
-def test_addresses_as_lspci_prints_them(tmp_path: Path) -> None:
-    config = load_config(system_with(tmp_path, main='[machines.a]\ngpus = ["01:00.0", "00000000:3B:00.0"]\n'))
-    assert config.machines["a"].gpus == ["0000:01:00.0", "0000:3b:00.0"]
 
 
 @pytest.mark.scenario("001")
@@ -227,5 +220,6 @@ def test_hidden_files_of_editors_and_programs_are_no_settings(host: Host, name: 
 
 def test_a_pci_address_as_tools_print_it(tmp_path: Path) -> None:
     """nvidia-smi prints eight digits of domain and capitals, lspci neither."""
-    system = system_with(tmp_path, main='[machines.a]\ngpus = ["00000000:3B:00.0", "0001:3b:00.0", "10000:e1:00.0"]\n')
-    assert load_config(system).machines["a"].gpus == ["0000:3b:00.0", "0001:3b:00.0", "10000:e1:00.0"]
+    printed = '["01:00.0", "00000000:3B:00.0", "0001:3b:00.0", "10000:e1:00.0"]'
+    system = system_with(tmp_path, main=f"[machines.a]\ngpus = {printed}\n")
+    assert load_config(system).machines["a"].gpus == ["0000:01:00.0", "0000:3b:00.0", "0001:3b:00.0", "10000:e1:00.0"]

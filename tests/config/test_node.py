@@ -116,9 +116,8 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path: Path) -> None
 
 
 def test_a_program_for_credentials_is_an_absolute_path(tmp_path: Path) -> None:
-    text = NODE.format(node='exec_credential = ["login"]', image="")
     with pytest.raises(ConfigError, match="'login' is not an absolute path in the machine"):
-        load_config(system_with(tmp_path, main=text))
+        load_config(system_with(tmp_path, main=NODE.format(node='exec_credential = ["login"]', image="")))
 
 
 def test_values_of_each_kind_are_accepted(tmp_path: Path) -> None:
