@@ -553,9 +553,17 @@ ADDRESS = text(
 )
 PORT_LIMIT = 65535
 
-DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
-"""Matches a path for containerd's `imports`. The entries of `imports` are glob patterns, so the path must have no
-wildcards. No name in the path may begin with a dot."""
+DropIn = Annotated[
+    str,
+    text(
+        # config.toml is the main file of containerd or of nvidia-container-runtime, so it cannot be a drop-in.
+        r"((?!.*/config\.toml$)(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part))?",
+        "an absolute path in the machine that ends in .toml or .part, such as /etc/cri/conf.d/20-gpu.part (letters, "
+        "digits, dots, hyphens and underscores)",
+    ),
+]
+"""A path for containerd's `imports`. The entries of `imports` are glob patterns, so the path must have no wildcards. No
+name in the path may begin with a dot."""
 
 
 GPUS_EXPECTED = 'must be "all", "count=N" or a list of PCI addresses and UUIDs'
@@ -572,16 +580,6 @@ def _gpus(value: str | list[str]) -> str | list[str]:
         if not as_in_sysfs(each) and not GPU_UUID.fullmatch(each):
             raise ValueError(f"{each!r} is neither a PCI address (0000:01:00.0) nor a UUID (GPU-...)")
     return [as_in_sysfs(each) or each for each in value]
-
-
-def _drop_in(value: str) -> str:
-    # config.toml is the main file of containerd or of nvidia-container-runtime, so it cannot be a drop-in.
-    if value and (not DROP_IN.fullmatch(value) or value.endswith("/config.toml")):
-        raise ValueError(
-            f"{value!r} is not an absolute path in the machine that ends in .toml or .part, such as "
-            "/etc/cri/conf.d/20-gpu.part (letters, digits, dots, hyphens and underscores)"
-        )
-    return value
 
 
 def _host_and_port(value: str) -> str:
@@ -651,7 +649,7 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     secret: every user of the host can read them."""
     default_runtime: bool = False
     """Make `nvidia` containerd's default runtime. Pods then need no RuntimeClass."""
-    containerd_drop_in: Annotated[str, Check(_drop_in)] = ""
+    containerd_drop_in: DropIn = ""
     """Where the agent's part of containerd's configuration is in the machine: an absolute path that ends in `.toml` or
     `.part`. Empty means `/etc/containerd/conf.d/99-nvidia.toml` (docs/drivers.md#containerd)."""
     allocation: Literal["device-plugin", "dra"] = "device-plugin"
