@@ -161,7 +161,7 @@ def once(kind: str, key: Callable[[T], str]) -> Check:
 
 # Names and values in Kubernetes' API: the rules of IsQualifiedName and IsValidLabelValue (util/validation of
 # k8s.io/apimachinery).
-NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+NAME = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 IN_NAMES = "letters, digits, dots, hyphens and underscores, and must begin and end with a letter or digit"
 SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 SUBDOMAIN_LIMIT = 253
@@ -181,21 +181,11 @@ def is_subdomain(text: str) -> bool:
     return len(text) <= SUBDOMAIN_LIMIT and bool(re.fullmatch(SUBDOMAIN, text))
 
 
-def label_key(value: str) -> str:
-    """Return the key of a label or taint, if it is a qualified name."""
-    prefix, slash, name = value.rpartition("/")
-    if slash and not is_subdomain(prefix):
-        raise ValueError(f"{value!r} is not a key: what precedes the slash must be a DNS subdomain in lower case")
-    if not NAME.fullmatch(name):
-        raise ValueError(f"{value!r} is not a key: its name must have 1 to 63 {IN_NAMES}")
-    return value
-
-
-def label_value(value: str) -> str:
-    """Return the value of a label or taint, if Kubernetes accepts it."""
-    if value and not NAME.fullmatch(value):
-        raise ValueError(f"{value!r} is not a value: it must have at most 63 {IN_NAMES}")
-    return value
+LABEL_KEY = text(
+    rf"((?=[^/]{{1,{SUBDOMAIN_LIMIT}}}/){SUBDOMAIN}/)?{NAME}",
+    f"a key: its name must have 1 to 63 {IN_NAMES}; what precedes the slash must be a DNS subdomain in lower case",
+)
+LABEL_VALUE = text(f"({NAME})?", f"a value: it must have at most 63 {IN_NAMES}")
 
 
 def startup_taint(value: str) -> str:
@@ -211,7 +201,9 @@ def split_taint(text: str) -> tuple[str, str, str]:
     key, _, value = key_and_value.partition("=")
     if not colon or effect not in EFFECTS:
         raise ValueError(f"{text!r} is not a taint: write KEY=VALUE:EFFECT with one of {', '.join(EFFECTS)}")
-    return label_key(key), label_value(value), effect
+    LABEL_KEY.function(key)
+    LABEL_VALUE.function(value)
+    return key, value, effect
 
 
 def ip_address(value: str) -> str:
@@ -231,8 +223,8 @@ def node_addresses(value: str) -> str:
 
 
 AbsolutePath = Annotated[str, Check(absolute)]
-LabelKey = Annotated[str, Check(label_key)]
-LabelValue = Annotated[str, Check(label_value)]
+LabelKey = Annotated[str, LABEL_KEY]
+LabelValue = Annotated[str, LABEL_VALUE]
 Taint = Annotated[str, Check(lambda value: split_taint(value) and value)]
 StartupTaint = Annotated[str, Check(startup_taint)]
 IpAddress = Annotated[str, Check(ip_address)]
