@@ -5,10 +5,11 @@ import io
 import os
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
 
-from agent.cli.parser import LAST_GOOD, VERSION, find_command, make_parser
+from agent.cli.parser import LAST_GOOD, REMOVES, SAVES, VERSION, Command, find_command, make_parser
 from agent.cli.printing import STDOUT, ignore_broken_pipe, report, say
 from agent.model.errors import AgentError, ConfigError
 
@@ -36,12 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, signal.default_int_handler)
     try:
-        # Load only what this command needs: to load all takes up to 0.18 s, for which help, scripts that poll `status`,
-        # and every start of a machine would wait.
-        module, _, function = command.function.partition(":")
-        run_command = getattr(import_module(f"agent.cli.{module}"), function)
-        tools = import_module("agent.system.tool_runner").tool_runner if command.downloads else None
-        return int(run_command(options, import_module("agent.cli.host").reconciler_for(options, tools)))
+        return _run(command, options, words)
     except ConfigError as error:
         report(str(error))
         return 2
@@ -56,6 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _run(command: Command, options: Namespace, words: Sequence[str]) -> int:
+    """Run the command, and return its exit code. The journal gets a record of a command that changes the host."""
+    # Load only what this command needs: to load all takes up to 0.18 s, for which help, scripts that poll `status`, and
+    # every start of a machine would wait.
+    module, _, function = command.function.partition(":")
+    function_of_command = getattr(import_module(f"agent.cli.{module}"), function)
+    tools = import_module("agent.system.tool_runner").tool_runner if command.downloads else None
+    code = 1
+    try:
+        code = int(function_of_command(options, import_module("agent.cli.host").reconciler_for(options, tools)))
+    finally:
+        if command.configuration in (SAVES, REMOVES):
+            import_module("agent.system.journal_fields").record_command(words, code)
+    return code
 
 
 def run() -> int:

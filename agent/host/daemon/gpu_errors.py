@@ -16,6 +16,7 @@ from agent.model.paths import KERNEL_LOG_READ, PCI_DEVICES
 from agent.model.text import one_line, rfc3339
 from agent.system.devices import PATH, KernelLog, open_kernel_log
 from agent.system.files import System
+from agent.system.journal_fields import GPU_ERROR_ID
 from agent.system.trust import read_seen
 from agent.vendors.host_vendor import GpuError
 
@@ -151,7 +152,9 @@ class GpuErrors:
         self._counted(address, error.number, count)
         self.last[address] = f"{error.meaning} (read at {rfc3339(time.time())})"
         level = logging.INFO if error.from_application else logging.WARNING
-        log.log(level, "%s: %s%s", address, error.meaning, f" ({count} times)" if count > 1 else "")
+        times = f" ({count} times)" if count > 1 else ""
+        fields = {"MESSAGE_ID": GPU_ERROR_ID, "GPU": address, "ERROR": str(error.number)}
+        log.log(level, "%s: %s%s", address, error.meaning, times, extra={"fields": fields})
         if not (error.lost or error.fault):
             return
         try:

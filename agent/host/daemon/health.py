@@ -10,6 +10,7 @@ from agent.host.daemon.wakeups import Tally
 from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.text import one_line
+from agent.system.journal_fields import CONDITION_ID
 
 NOT_EVALUATED = "not evaluated"
 """Describes a machine before its first pass."""
@@ -84,11 +85,13 @@ def in_brief(failures: Sequence[str]) -> str:
     return f"{failures[0][:FAILURE_LIMIT]}{more}" if failures else ""
 
 
-def changes(machine: MachineOutcome, logged: Mapping[ConditionType, Condition]) -> Iterator[tuple[int, str]]:
-    """Yield the log level and a sentence for each condition whose status or reason differs from `logged`.
+def changes(
+    machine: MachineOutcome, logged: Mapping[ConditionType, Condition]
+) -> Iterator[tuple[int, str, dict[str, str]]]:
+    """Yield the log level, a sentence and fields for the journal for each condition that differs from `logged`.
 
-    A condition that is not in `logged` counts only if it is not True, or if it is Ready. Conditions of one cause have
-    one sentence.
+    The status or the reason must differ. A condition that is not in `logged` counts only if it is not True, or if it is
+    Ready. Conditions of one cause have one sentence.
     """
     changed: dict[tuple[Status, str, str], list[ConditionType]] = {}
     for each in machine.conditions:
@@ -99,4 +102,6 @@ def changes(machine: MachineOutcome, logged: Mapping[ConditionType, Condition]) 
     for (status, reason, message), kinds in changed.items():
         level = logging.INFO if status is Status.TRUE else logging.WARNING
         verb = "is" if len(kinds) == 1 else "are"
-        yield level, one_line(f"{machine.name}: {', '.join(kinds)} {verb} {status}: {reason}: {message}")
+        names = ", ".join(kinds)
+        fields = {"MESSAGE_ID": CONDITION_ID, "MACHINE": machine.name, "CONDITION": names, "REASON": reason}
+        yield level, one_line(f"{machine.name}: {names} {verb} {status}: {reason}: {message}"), fields

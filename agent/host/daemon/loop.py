@@ -36,6 +36,7 @@ from agent.model.paths import INSTANCE_LOCK, RUNTIME, SERVICE_STATE, STATUSZ_SOC
 from agent.model.text import one_line, rfc3339
 from agent.system.deadlines import stuck
 from agent.system.files import System
+from agent.system.journal_fields import JournalHandler
 from agent.system.process import host_runner
 from agent.system.trust import discarded
 
@@ -98,8 +99,8 @@ class EventLog:
         self.ended(outcome.failures)
         self.once("problems", outcome.facts.all_problems(), logging.WARNING)
         for machine in outcome.machines:
-            for level, sentence in changes(machine, self._conditions.get(machine.name, {})):
-                log.log(level, "%s", sentence)
+            for level, sentence, fields in changes(machine, self._conditions.get(machine.name, {})):
+                log.log(level, "%s", sentence, extra={"fields": fields})
         self._conditions = {
             machine.name: {each.type: each for each in machine.conditions} for machine in outcome.machines
         }
@@ -115,8 +116,6 @@ class EventLog:
         self.once(work, (f"cannot {work}: {made.why}",) if made.error else (), cause=made.unexpected)
 
 
-PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-"""Levels of syslog(3), which precede a line as `<N>` (sd-daemon(3))."""
 STATUS_LIMIT = 500
 """Characters of STATUS=, which `systemctl status` shows in one line."""
 FIRST_PASSED = 3
@@ -177,20 +176,10 @@ def listeners(environment: Mapping[str, str]) -> tuple[socket.socket, ...]:
     return tuple(sockets)
 
 
-class PriorityFormatter(logging.Formatter):
-    """Puts the priority before each line, because the journal treats each line as a separate message."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        priority = PRIORITIES.get(record.levelno, 6)
-        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
-
-
 def log_to(stream: TextIO) -> None:
-    """Write the agent's log to `stream`. If `stream` is a terminal, leave out the priorities."""
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter() if stream.isatty() else PriorityFormatter())
+    """Write the agent's log to the journal if `stream` is connected to it, else to `stream`."""
     logger = logging.getLogger("agent")
-    logger.handlers[:] = [handler]
+    logger.handlers[:] = [JournalHandler(stream)]
     logger.setLevel(logging.INFO)
     logger.propagate = False
 

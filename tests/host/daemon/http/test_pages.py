@@ -178,7 +178,10 @@ def test_one_cause_is_one_line_of_the_journal() -> None:
         false(kind, Reason.NO_SUCH_MACHINE, why) for kind in (ConditionType.MACHINE_RUNNING, ConditionType.READY)
     ]
     machine = MachineOutcome("gpu-node", conditions(*unknown_ones, *missing))
-    lines = [sentence for _, sentence in changes(machine, {})]
+    found = list(changes(machine, {}))
+    assert {fields["MACHINE"] for _, _, fields in found} == {"gpu-node"}
+    assert (found[-1][2]["CONDITION"], found[-1][2]["REASON"]) == ("Ready", "NoSuchMachine")
+    lines = [sentence for _, sentence, _ in found]
     assert lines[0].startswith("gpu-node: DriverLoaded, ")
     assert lines[0].endswith(f" are Unknown: NoSuchMachine: {why}")
     assert [line.partition(": NoSuch")[0] for line in lines[1:]] == [
