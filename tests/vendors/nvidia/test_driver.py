@@ -199,10 +199,3 @@ def test_the_gpus_say_whether_they_stay_initialised(
     *_, found = nvidia_conditions(facts, Grant("nvidia", gpus), FabricReport(answers))
     assert (found.status, found.reason) == expected
     assert part in found.message
-
-
-def test_persistence(host: Host) -> None:
-    units: dict[str, Seen[str]] = {PERSISTENCE_UNIT: "active"}
-    facts = observe_nvidia(Sources(host, "x86_64", (), (), lambda _: Absent("no cache"), units))
-    assert facts.driver
-    assert facts.driver.persistence == "active"

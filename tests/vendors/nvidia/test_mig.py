@@ -102,14 +102,6 @@ def test_an_incomplete_instance_of_another_machines_gpu_is_not_mentioned(mig: Ho
     assert "gi2" not in found.message
 
 
-def test_a_completed_instance_is_granted(mig: Host) -> None:
-    mig.capability("gpu0/mig/gi2/access", 21)
-    assert "gpu0/mig/gi2/access" not in capabilities(granted(observe(mig)))
-    mig.capability("gpu0/mig/gi2/ci1/access", 23)
-    assert capabilities(granted(observe(mig))).keys() == {GI, CI, "gpu0/mig/gi2/access", "gpu0/mig/gi2/ci1/access"}
-    assert observe(mig).incomplete == ()
-
-
 def test_a_destroyed_compute_instance_takes_its_gpu_instance_along(mig: Host) -> None:
     """The entry in procfs disappears. Both nodes stay in /dev, but they must not be granted."""
     mig.remove_file(f"{CAPABILITIES}/{CI}")
@@ -126,23 +118,6 @@ def test_a_node_with_another_number_counts_as_missing(mig: Host) -> None:
         in facts.problems
     )
     assert "is missing /dev/nvidia-caps/nvidia-cap13" in facts.incomplete[0].why
-
-
-def test_imex_channels_are_followed(mig: Host) -> None:
-    """Channels are granted only if configured, and only while their nodes exist."""
-    channels = "/dev/nvidia-caps-imex-channels"
-
-    def seen(**settings: object) -> list[str]:
-        nodes = granted(observe(mig), **settings).nodes
-        return [node.path for node in nodes if node.kind is DeviceKind.IMEX_CHANNEL]
-
-    assert seen(imex_channels=True) == []
-    mig.node(f"{channels}/channel0", 509, 0)
-    mig.node(f"{channels}/channel3", 509, 3)
-    assert seen() == []
-    assert seen(imex_channels=True) == [f"{channels}/channel0", f"{channels}/channel3"]
-    mig.remove_file(f"{channels}/channel0")
-    assert seen(imex_channels=True) == [f"{channels}/channel3"]
 
 
 @pytest.mark.parametrize(

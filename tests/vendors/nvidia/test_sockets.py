@@ -10,7 +10,6 @@ from agent.host.apply.steps import change_devices
 from agent.host.plan.nspawn import render_nspawn
 from agent.model.facts import LiveSettings, ServiceDirectory
 from agent.model.goal import ChangeDevices, DriverRoots
-from agent.model.handoff import Handoff, parse_handoff, render_handoff
 from agent.vendors.nvidia.grant import grant_nvidia
 from agent.vendors.nvidia.host import observe_nvidia
 from agent.vendors.nvidia.nvidia_ctk import with_additions
@@ -78,13 +77,6 @@ def test_a_recreated_directory_is_bound_in_the_running_machine(host: Host) -> No
         ("BindMountMachine", "m", PERSISTENCED, PERSISTENCED, True, True),
         ("BindMountMachine", "m", "/run/nvidia-mps", "/run/nvidia-mps", False, True),
     ]
-
-
-def test_the_handoff_has_sockets_only_if_granted() -> None:
-    plain, asked = Handoff("m", "x86_64", (REQUEST,)), Handoff("m", "x86_64", (WITH_SOCKETS,))
-    assert parse_handoff(render_handoff(plain)).requests[0].sockets == ()
-    assert parse_handoff(render_handoff(asked)) == asked
-    assert asked.generation != plain.generation
 
 
 def mounts(spec: object) -> dict[str, Any]:

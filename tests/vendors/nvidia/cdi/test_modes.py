@@ -20,7 +20,7 @@ from agent.machine.run import REPORT, run
 from agent.model.errors import AgentError
 from agent.model.facts import VendorFacts
 from agent.model.goal import DriverRoots
-from agent.model.handoff import GrantedDevice, GrantedFile, Request, Variable, parse_handoff, render_handoff
+from agent.model.handoff import GrantedDevice, GrantedFile, Request, Variable
 from agent.model.paths import OWNED
 from agent.model.text import MESSAGE_LIMIT
 from agent.system.files import System
@@ -506,12 +506,6 @@ def test_a_mode_needs_its_devices(settings: dict[str, object], accepted: bool) -
         return
     with pytest.raises(ValidationError):
         MachineSettings.validated(settings)
-
-
-def test_the_handoff_has_modes_only_if_configured(machine: Machine) -> None:
-    asked = machine.hand(REQUEST._replace(cdi_modes=("management",)))
-    assert parse_handoff(render_handoff(asked)) == asked
-    assert parse_handoff(render_handoff(machine.hand(REQUEST))).requests[0].cdi_modes == ()
 
 
 def test_the_report_does_not_wait_for_the_disk(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

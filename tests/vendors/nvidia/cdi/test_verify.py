@@ -39,10 +39,6 @@ def mount(path: str) -> Spec:
     return {"hostPath": path, "containerPath": "/usr/lib/x", "options": ["ro", "nosuid", "nodev", "rbind"]}
 
 
-def add_link(spec: Spec, link: str) -> None:
-    edits(spec)["hooks"][0]["args"] += ["--link", link]
-
-
 def without_mount(spec: Spec, part: str) -> None:
     edits(spec)["mounts"] = [each for each in edits(spec)["mounts"] if part not in each["hostPath"]]
 
@@ -61,121 +57,89 @@ def test_the_recorded_spec_is_good() -> None:
     assert verdict.devices == ("0", "1", *uuids, "all")
 
 
+def place(spec: Spec, path: str) -> Any:  # noqa: ANN401
+    """Return the part at a path, which begins in the containerEdits of all devices, or with `devices`."""
+    found: Any = spec if path.startswith("devices") else spec["containerEdits"]
+    for part in filter(None, path.split(".")):
+        found = found[int(part) if part.isdecimal() else part]
+    return found
+
+
+def add(path: str, *values: object) -> Callable[[Spec], object]:
+    return lambda spec: place(spec, path).extend(values)
+
+
+def put(path: str, **members: object) -> Callable[[Spec], object]:
+    return lambda spec: place(spec, path).update(members)
+
+
+def link(argument: str) -> Callable[[Spec], object]:
+    return add("hooks.0.args", "--link", argument)
+
+
+SECOND, OF_SECOND = {"path": "/dev/nvidia1", "major": 195, "minor": 1}, "devices.1.containerEdits.deviceNodes"
 # Those that test_leave_out.py calls dangerous are refused too.
 MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
-    "foreign path": (lambda s: edits(s)["mounts"].append(mount("/etc/shadow")), "/etc/shadow"),
-    "path with dots": (
-        lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/../../../etc/shadow")),
-        "not a file of the driver",
-    ),
-    "another driver root": (
-        lambda s: edits(s)["mounts"].append(mount("/run/host-nvidia/01/x")),
-        "not a file of the driver",
-    ),
-    "file beside those granted": (
-        lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/usr/lib/x")),
-        "not a file of the driver",
-    ),
-    "whole directory": (lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/{LIBRARIES}")), "not a file of the driver"),
-    "writable at second sight": (
-        lambda s: edits(s)["mounts"][0]["options"].append("rw"),
-        "has unexpected option 'rw'",
-    ),
-    "other library's place": (lambda s: edits(s)["mounts"][3].update(containerPath="/usr/lib/libc.so.6"), "libc.so.6"),
-    "Vulkan elsewhere": (
-        lambda s: edits(s)["mounts"][2].update(containerPath="/etc/passwd"),
-        "at unexpected '/etc/passwd'",
-    ),
-    "writable mount": (lambda s: edits(s)["mounts"][0].update(options=["rbind"]), "not read-only"),
-    "relative mount point": (
-        lambda s: edits(s)["mounts"][0].update(containerPath="usr/x"),
-        "debugdump at unexpected 'usr/x'",
-    ),
-    "device's own mount": (
-        lambda s: s["devices"][0]["containerEdits"].update(mounts=[mount("/root")]),
-        "device 0: mount of '/root'",
-    ),
-    "disabled hook": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(1, "chmod"), "unexpected hook"),
-    "hook with a limit": (
-        lambda s: edits(s)["hooks"][0].update(timeout=1),
-        "unknown key timeout of hook create-symlinks",
-    ),
+    "foreign path": (add("mounts", mount("/etc/shadow")), "/etc/shadow"),
+    "path with dots": (add("mounts", mount(f"{ROOT}/../../../etc/shadow")), "not a file of the driver"),
+    "another driver root": (add("mounts", mount("/run/host-nvidia/01/x")), "not a file of the driver"),
+    "file beside those granted": (add("mounts", mount(f"{ROOT}/usr/lib/x")), "not a file of the driver"),
+    "whole directory": (add("mounts", mount(f"{ROOT}/{LIBRARIES}")), "not a file of the driver"),
+    "writable at second sight": (add("mounts.0.options", "rw"), "has unexpected option 'rw'"),
+    "other library's place": (put("mounts.3", containerPath="/usr/lib/libc.so.6"), "libc.so.6"),
+    "Vulkan elsewhere": (put("mounts.2", containerPath="/etc/passwd"), "at unexpected '/etc/passwd'"),
+    "writable mount": (put("mounts.0", options=["rbind"]), "not read-only"),
+    "relative mount point": (put("mounts.0", containerPath="usr/x"), "debugdump at unexpected 'usr/x'"),
+    "device's own mount": (put("devices.0.containerEdits", mounts=[mount("/root")]), "device 0: mount of '/root'"),
+    "disabled hook": (lambda spec: place(spec, "hooks.0.args").__setitem__(1, "chmod"), "unexpected hook"),
+    "hook with a limit": (put("hooks.0", timeout=1), "unknown key timeout of hook create-symlinks"),
     "other ldconfig in two words": (
-        lambda s: edits(s)["hooks"][1]["args"].extend(["--ldconfig-path", "@/tmp/evil"]),
+        add("hooks.1.args", "--ldconfig-path", "@/tmp/evil"),
         "update-ldcache --ldconfig-path @/tmp/evil",
     ),
-    "foreign folder": (lambda s: edits(s)["hooks"][1]["args"].extend(["--folder", "/tmp"]), "--folder /tmp"),
-    "container state": (
-        lambda s: edits(s)["hooks"][0]["args"].extend(["--container-spec", "/tmp/x"]),
-        "create-symlinks --container-spec /tmp/x",
-    ),
-    "flag without value": (lambda s: edits(s)["hooks"][0]["args"].append("--link"), "create-symlinks --link"),
-    "link elsewhere": (lambda s: add_link(s, "libcuda.so.1::/etc/ld.so.preload"), "::/etc/ld.so.preload"),
-    "link to elsewhere": (lambda s: add_link(s, f"../../../etc/shadow::/{LIBRARIES}/libcuda.so"), "etc/shadow"),
-    "absolute link": (lambda s: add_link(s, f"/etc/shadow::/{LIBRARIES}/libcuda.so"), "/etc/shadow"),
-    "link with dots": (lambda s: add_link(s, f"libcuda.so.1::/{LIBRARIES}/x/../libcuda.so"), "x/../libcuda.so"),
-    "link without target": (lambda s: add_link(s, f"/{LIBRARIES}/libcuda.so"), "create-symlinks --link"),
-    "link to no DRM node": (
-        lambda s: add_link(s, f"../card0::/dev/dri/by-path/pci-{GPUS[0]}-card"),
-        "by-path",
-    ),
-    "root's group": (lambda s: edits(s).update(additionalGids=[0]), "additional group 0"),
-    "no group": (lambda s: edits(s).update(additionalGids=[True, "6"]), "additional group True"),
-    "all permissions": (lambda s: edits(s)["deviceNodes"][0].update(permissions="rwmx"), "permissions 'rwmx'"),
-    "set-user-ID": (
-        lambda s: edits(s)["deviceNodes"][0].update(fileMode=0o4777),
-        "has fileMode 2559 in the specification, but 438 in",
-    ),
-    "node's owner": (
-        lambda s: edits(s)["deviceNodes"][0].update(uid=1000),
-        "has uid 1000 in the specification, but 0 in",
-    ),
-    "node's group": (lambda s: edits(s)["deviceNodes"][0].update(gid=6), "has gid 6 in the specification, but 0 in"),
-    "wrong minor": (
-        lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].update(minor=7),
-        "195:7 in the specification, but 195:1 in",
-    ),
-    "minor left out": (
-        lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].pop("minor"),
-        "195:0 in the specification, but",
-    ),
-    "a float as major": (lambda s: edits(s)["deviceNodes"][1].update(major=234.0), "is 234.0:0 in"),
-    "a boolean as minor": (
-        lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].update(minor=True),
-        "195:True in the specification, but 195:1 in",
-    ),
-    "wrong major": (lambda s: edits(s)["deviceNodes"][1].update(major=511), "is 511:0 in the specification"),
-    "block device": (lambda s: edits(s)["deviceNodes"][0].update(type="b"), "unexpected fields"),
-    "missing libcuda": (lambda s: without_mount(s, "libcuda.so"), "libcuda.so is not in it"),
-    "missing libnvidia-ml": (lambda s: without_mount(s, "libnvidia-ml"), "libnvidia-ml.so is not in it"),
-    "missing native library": (lambda s: without_mount(s, "glcore"), "libnvidia-glcore.so.550.163.01 is not in it"),
-    "missing vdpau plug-in": (lambda s: without_mount(s, "vdpau"), "libvdpau_nvidia.so.550.163.01 is not in it"),
-    "missing control node": (lambda s: without_node(s, "/dev/nvidiactl"), "no control node"),
-    "missing UVM node": (lambda s: without_node(s, "/dev/nvidia-uvm"), "no uvm node"),
+    "foreign folder": (add("hooks.1.args", "--folder", "/tmp"), "--folder /tmp"),
+    "container state": (add("hooks.0.args", "--container-spec", "/tmp/x"), "create-symlinks --container-spec /tmp/x"),
+    "flag without value": (add("hooks.0.args", "--link"), "create-symlinks --link"),
+    "link elsewhere": (link("libcuda.so.1::/etc/ld.so.preload"), "::/etc/ld.so.preload"),
+    "link to elsewhere": (link(f"../../../etc/shadow::/{LIBRARIES}/libcuda.so"), "etc/shadow"),
+    "absolute link": (link(f"/etc/shadow::/{LIBRARIES}/libcuda.so"), "/etc/shadow"),
+    "link with dots": (link(f"libcuda.so.1::/{LIBRARIES}/x/../libcuda.so"), "x/../libcuda.so"),
+    "link without target": (link(f"/{LIBRARIES}/libcuda.so"), "create-symlinks --link"),
+    "link to no DRM node": (link(f"../card0::/dev/dri/by-path/pci-{GPUS[0]}-card"), "by-path"),
+    "root's group": (put("", additionalGids=[0]), "additional group 0"),
+    "no group": (put("", additionalGids=[True, "6"]), "additional group True"),
+    "all permissions": (put("deviceNodes.0", permissions="rwmx"), "permissions 'rwmx'"),
+    "set-user-ID": (put("deviceNodes.0", fileMode=0o4777), "has fileMode 2559 in the specification, but 438 in"),
+    "node's owner": (put("deviceNodes.0", uid=1000), "has uid 1000 in the specification, but 0 in"),
+    "node's group": (put("deviceNodes.0", gid=6), "has gid 6 in the specification, but 0 in"),
+    "wrong minor": (put(f"{OF_SECOND}.0", minor=7), "195:7 in the specification, but 195:1 in"),
+    "minor left out": (lambda spec: place(spec, OF_SECOND)[0].pop("minor"), "195:0 in the specification, but"),
+    "a float as major": (put("deviceNodes.1", major=234.0), "is 234.0:0 in"),
+    "a boolean as minor": (put(f"{OF_SECOND}.0", minor=True), "195:True in the specification, but 195:1 in"),
+    "wrong major": (put("deviceNodes.1", major=511), "is 511:0 in the specification"),
+    "block device": (put("deviceNodes.0", type="b"), "unexpected fields"),
+    "missing libcuda": (lambda spec: without_mount(spec, "libcuda.so"), "libcuda.so is not in it"),
+    "missing libnvidia-ml": (lambda spec: without_mount(spec, "libnvidia-ml"), "libnvidia-ml.so is not in it"),
+    "missing library": (lambda spec: without_mount(spec, "glcore"), "libnvidia-glcore.so.550.163.01 is not in it"),
+    "missing vdpau plug-in": (lambda spec: without_mount(spec, "vdpau"), "libvdpau_nvidia.so.550.163.01 is not in it"),
+    "missing control node": (lambda spec: without_node(spec, "/dev/nvidiactl"), "no control node"),
+    "missing UVM node": (lambda spec: without_node(spec, "/dev/nvidia-uvm"), "no uvm node"),
     "ungranted GPU": (
-        lambda s: s["devices"].append({"name": "2", "containerEdits": {"deviceNodes": [{"path": "/dev/nvidia2"}]}}),
+        add("devices", {"name": "2", "containerEdits": {"deviceNodes": [{"path": "/dev/nvidia2"}]}}),
         "'/dev/nvidia2' is not granted",
     ),
-    "GPU for everybody": (
-        lambda s: edits(s)["deviceNodes"].append({"path": "/dev/nvidia1", "major": 195, "minor": 1}),
-        "every container would get the gpu node /dev/nvidia1",
-    ),
-    "GPU of another": (
-        lambda s: s["devices"][0]["containerEdits"]["deviceNodes"].append(
-            {"path": "/dev/nvidia1", "major": 195, "minor": 1}
-        ),
-        "device 0 has 2 GPU nodes",
-    ),
-    "foreign name": (lambda s: s["devices"][0].update(name="mine"), "neither an index nor a UUID"),
-    "one name missing": (lambda s: s["devices"].pop(0), "differ"),
-    "name twice": (lambda s: s["devices"].append(s["devices"][0]), "the same name"),
-    "library directory": (lambda s: edits(s).update(env=["NVIDIA_CTK_LIBCUDA_DIR=/tmp"]), "LIBCUDA_DIR=/tmp"),
-    "other kind": (lambda s: s.update(kind="nvidia.com/other"), "kind is"),
-    "unknown edit": (lambda s: edits(s).update(intelRdt={}), "unknown key intelRdt"),
-    "unknown key": (lambda s: s.update(annotations={}), "unknown key annotations"),
-    "no edits": (lambda s: s["devices"][0].pop("containerEdits"), "not an object"),
-    "mounts are an object": (lambda s: edits(s).update(mounts={}), "not a list"),
-    "no devices": (lambda s: s.update(devices=[]), "no device in it is a granted GPU"),
+    "GPU for everybody": (add("deviceNodes", SECOND), "every container would get the gpu node /dev/nvidia1"),
+    "GPU of another": (add("devices.0.containerEdits.deviceNodes", SECOND), "device 0 has 2 GPU nodes"),
+    "foreign name": (put("devices.0", name="mine"), "neither an index nor a UUID"),
+    "one name missing": (lambda spec: spec["devices"].pop(0), "differ"),
+    "name twice": (lambda spec: spec["devices"].append(spec["devices"][0]), "the same name"),
+    "library directory": (put("", env=["NVIDIA_CTK_LIBCUDA_DIR=/tmp"]), "LIBCUDA_DIR=/tmp"),
+    "other kind": (lambda spec: spec.update(kind="nvidia.com/other"), "kind is"),
+    "unknown edit": (put("", intelRdt={}), "unknown key intelRdt"),
+    "unknown key": (lambda spec: spec.update(annotations={}), "unknown key annotations"),
+    "no edits": (lambda spec: spec["devices"][0].pop("containerEdits"), "not an object"),
+    "mounts are an object": (put("", mounts={}), "not a list"),
+    "no devices": (lambda spec: spec.update(devices=[]), "no device in it is a granted GPU"),
 }
 
 

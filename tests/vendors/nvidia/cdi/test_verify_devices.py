@@ -75,13 +75,6 @@ def test_the_recorded_spec_is_good() -> None:
     assert not [path for path in verdict.not_in_spec if "nvidia-cap" in path]
 
 
-def test_each_mig_device_has_its_gpu_and_its_own_two_capabilities() -> None:
-    nodes = {each["name"]: [node["path"] for node in each["containerEdits"]["deviceNodes"]] for each in
-             mig_spec()["devices"]}  # fmt: skip
-    for name, minors in (("0:0", (12, 13)), ("0:1", (48, 49)), ("0:2", (48, 50))):
-        assert nodes[name] == ["/dev/nvidia0", *(f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in minors)]
-
-
 MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "capability of another instance": (
         lambda s: add_node(s, "0:0", "/dev/nvidia-caps/nvidia-cap49"),
@@ -191,15 +184,6 @@ def write(machine: Machine, spec: Spec) -> None:
 
 def published(machine: Machine) -> set[str]:
     return {each["name"] for each in json.loads(machine.read(PATH))["devices"]}
-
-
-def test_mig_devices_are_published(machine: Machine) -> None:
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    assert published(machine) == {*ALL_NAMES, "none"}
-    calls = len(machine.calls)
-    run(machine)
-    assert not [call for call in machine.calls[calls:] if "nvidia-ctk" in call[0]], "nothing has changed"
 
 
 def test_an_incomplete_mig_device_is_left_out_until_it_is_complete(machine: Machine) -> None:
