@@ -29,8 +29,8 @@ from agent.vendors.host_vendor import (
     unusable,
 )
 from agent.vendors.nvidia.contract import REGISTERED, has_fabric, is_answer, is_registered
+from agent.vendors.nvidia.devices import built_in, misbound_gpus, modules_to_blacklist
 from agent.vendors.nvidia.driver import FABRIC_MANAGER, RUNNING, has_unit
-from agent.vendors.nvidia.grant import built_in, misbound_gpus, modules_to_blacklist
 
 UNLOAD_ORDER = ("nvidia_fs", "nvidia_peermem", "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia")
 """Each module comes before the modules that it uses (modinfo's `depends` of NVIDIA's open kernel modules)."""

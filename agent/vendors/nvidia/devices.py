@@ -138,6 +138,29 @@ def _modules(system: System, driver: str) -> tuple[str, ...] | None:
     return (module, *dict.fromkeys((*COMPANIONS.get(module, ()), *holders)))
 
 
+STAND_INS = ("pci-stub", "pciback")
+"""Drivers that reserve a device for a virtual machine: the first for KVM, the second for Xen. VFIO's drivers reserve
+devices too. They are not listed here, because `misbound_gpus` recognises them by `vfio` in their names."""
+
+
+def misbound_gpus(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    """Return the GPUs with a wrong driver, such as nouveau. A driver that reserves a GPU for a VM is not wrong."""
+    right = ("", KERNEL_DRIVER, *STAND_INS)
+    return tuple(sorted(gpu for gpu in gpus if gpu.driver not in right and "vfio" not in gpu.driver))
+
+
+def modules_to_blacklist(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+    """Return the kernel modules of wrong drivers. If a module's name is unknown, it is taken to be the driver's."""
+    wrong = misbound_gpus(gpus)
+    modules = ((gpu.driver.replace("-", "_"),) if gpu.modules is None else gpu.modules for gpu in wrong)
+    return tuple(dict.fromkeys(sorted(name for names in modules for name in names)))
+
+
+def built_in(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+    """Return the PCI addresses of GPUs with a wrong driver that is built into the kernel."""
+    return tuple(gpu.pci_address for gpu in misbound_gpus(gpus) if gpu.modules == ())
+
+
 # Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c).
 #
 # Whoever can open a capability's node has the capability. Nodes of destroyed MIG instances stay in /dev/nvidia-caps.

@@ -25,7 +25,7 @@ from agent.model.paths import GPUS, KERNEL_LOG_READ
 from agent.system.devices import BURST, KernelLog, open_kernel_log, parse_record
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.devices import parse_xid
-from agent.vendors.nvidia.grant import grant_nvidia
+from agent.vendors.nvidia.host import grant_nvidia
 from tests.fakes.facts import address, nvidia
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host

@@ -10,8 +10,7 @@ from agent.model.goal import DriverRoots, Grant, Share
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.contract import Instance, parse_instance
-from agent.vendors.nvidia.grant import grant_nvidia
-from agent.vendors.nvidia.host import observe_nvidia
+from agent.vendors.nvidia.host import grant_nvidia, observe_nvidia
 from tests.fakes.host import INFORMATION, Host
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"

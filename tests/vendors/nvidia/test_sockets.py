@@ -10,8 +10,7 @@ from agent.host.apply.steps import change_devices
 from agent.host.plan.nspawn import render_nspawn
 from agent.model.facts import LiveSettings, ServiceDirectory
 from agent.model.goal import ChangeDevices, DriverRoots
-from agent.vendors.nvidia.grant import grant_nvidia
-from agent.vendors.nvidia.host import observe_nvidia
+from agent.vendors.nvidia.host import grant_nvidia, observe_nvidia
 from agent.vendors.nvidia.nvidia_ctk import with_additions
 from agent.vendors.nvidia.verify import verify
 from tests.fakes.cdi_specs import LIVE, PRESENT

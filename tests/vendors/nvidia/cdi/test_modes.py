@@ -26,7 +26,7 @@ from agent.model.text import MESSAGE_LIMIT
 from agent.system.files import System
 from agent.system.process import Completed, TimeLimitError
 from agent.vendors.cdi import narrowed
-from agent.vendors.nvidia.grant import grant_nvidia
+from agent.vendors.nvidia.host import grant_nvidia
 from agent.vendors.nvidia.machine import NvidiaMachine
 from agent.vendors.nvidia.nvidia_ctk import GENERATE_LIMIT, MODES, mode_command, verify_mode
 from tests.fakes.cdi_modes import (
