@@ -199,10 +199,8 @@ IN_MACHINES = {
 
 def release_advice(command: str, pci_address: str, *, in_machine: bool) -> str:
     """Return how to make one of NVIDIA's programs release a GPU; empty for any other program."""
-    for name, advice in (IN_MACHINES if in_machine else ADVICE).items():
-        if command == name[:COMMAND_LENGTH]:
-            return advice.format(address=pci_address)
-    return ""
+    advice = {name[:COMMAND_LENGTH]: text for name, text in (IN_MACHINES if in_machine else ADVICE).items()}
+    return advice.get(command, "").format(address=pci_address)
 
 
 NVIDIA = HostVendor(

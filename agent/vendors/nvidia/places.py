@@ -43,13 +43,6 @@ class Place(Struct, frozen=True):
         """Whether the host's loader cache lists the libraries of this place."""
         return self.root == "/" and not self.libraries
 
-    @property
-    def watched(self) -> tuple[str, ...]:
-        """Directories of the host in which a change may mean that a different driver is installed."""
-        root = "" if self.root == "/" else self.root
-        # /etc, because ldconfig replaces /etc/ld.so.cache: a watch on the file would stay on the old one.
-        return tuple(f"{root}{each}" for each in self.libraries or ("/etc",))
-
 
 def _prefix(name: str, *prefixes: str) -> Place:
     """Return a place whose directories are below prefixes, as driver installers for Kubernetes nodes lay it out."""
@@ -122,7 +115,7 @@ def configured_place(settings: DriverSettings) -> Place | None:
 
 
 LIBRARY_NAMES: tuple[str, ...] = ("libcuda.so*", "libnvidia-ml.so*", "ld.so.cache")
-"""Patterns (fnmatch) of names in `Place.watched` whose change may mean that a different driver is installed."""
+"""Patterns (fnmatch) of names in `watched_directories` whose change may mean that a different driver is installed."""
 
 
 def watched_directories(driver: DriverSettings) -> tuple[str, ...]:
@@ -131,5 +124,7 @@ def watched_directories(driver: DriverSettings) -> tuple[str, ...]:
     Only local places are watched. The next pass notices a change in any other place.
     """
     configured = configured_place(driver)
-    places = (configured,) if configured else PLACES
-    return tuple(dict.fromkeys(directory for place in places if place.local for directory in place.watched))
+    places = [place for place in ((configured,) if configured else PLACES) if place.local]
+    # /etc, because ldconfig replaces /etc/ld.so.cache: a watch on the file would stay on the old one.
+    found = (f"{place.root.rstrip('/')}{each}" for place in places for each in place.libraries or ("/etc",))
+    return tuple(dict.fromkeys(found))

@@ -491,13 +491,13 @@ class _Companions(Struct):
             if group.needs and group.needs not in groups:
                 continue
             target = group.target.format(version=self.version, triplet=self.triplet)
-            found: dict[str, str] = {}
+            found: set[str] = set()
             for path in self._matching(group, self.version):
                 name = posixpath.basename(path)
                 if name not in found and self.system.is_file(path) and self._permits(path):
-                    found[name] = self.system.real_path(path)
-            for name, real in found.items():
-                self.files.setdefault(f"{target}/{name}", _copied(self.system, f"{target}/{name}", real))
+                    found.add(name)
+                    copy = _copied(self.system, f"{target}/{name}", self.system.real_path(path))
+                    self.files.setdefault(copy.target, copy)
             if found:
                 groups.add(group.name)
                 continue
@@ -634,6 +634,10 @@ class _Companions(Struct):
         manifest = file.target.endswith(".json") and any(each in f"/{file.target}" for each in MANIFESTS)
         if not manifest and VENDORS not in f"/{file.target}":
             return ""
+
+        def with_pod_paths(part: dict[str, Any]) -> dict[str, Any]:
+            return part | {KEY: pod_path(part[KEY])} if isinstance(part.get(KEY), str) else part
+
         try:
             with self.system.open_public(file.source) as reading:
                 content = reading.read(SIZE_LIMIT + 1)
@@ -643,8 +647,7 @@ class _Companions(Struct):
             if not manifest:
                 name = text.strip()
                 return f"{new}\n" if (new := pod_path(name)) != name else ""
-            document = parse_json(text)
-            changed = _replaced(document, pod_path)
+            document, changed = parse_json(text), json.loads(text, object_hook=with_pod_paths)
             return json.dumps(changed, indent=4) + "\n" if changed != document else ""
         except OSError as error:
             if error.errno in NOT_FOUND | UNUSABLE:
@@ -652,15 +655,6 @@ class _Companions(Struct):
             raise
         except ValueError:
             return ""
-
-
-def _replaced(value: Any, pod_path: Callable[[str], str]) -> Any:  # noqa: ANN401
-    if isinstance(value, dict):
-        return {
-            key: pod_path(each) if key == KEY and isinstance(each, str) else _replaced(each, pod_path)
-            for key, each in value.items()
-        }
-    return [_replaced(each, pod_path) for each in value] if isinstance(value, list) else value
 
 
 # Finds the CUDA version that the driver's libcuda supports. Images for a newer major version of CUDA do not run.
