@@ -45,9 +45,8 @@ class GpuErrors:
         counted: Callable[[str, int, int], None] = lambda address, number, times: None,
         open_log: Callable[[str, int | None], KernelLog] = open_kernel_log,
     ) -> None:
-        """Set what is followed. `counted` gets a GPU's address, an error's number, and how often the error occurred.
-
-        `open_log` gets the log's path and the number of the last log record that was read.
+        """`counted` gets a GPU's address, an error's number, and how often that occurred; `open_log` a path and the
+        number of the last log record that was read.
         """
         self.error = ""
         """Why the log cannot be read; empty if it can."""

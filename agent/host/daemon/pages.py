@@ -5,15 +5,17 @@ escaped.
 """
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from html import escape
 from http import HTTPStatus
+from typing import Any
 
-from msgspec import to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from agent.host.daemon.health import NOT_EVALUATED, Check, View
@@ -22,8 +24,8 @@ from agent.host.daemon.server import OPENMETRICS as OPENMETRICS_KEY
 from agent.host.daemon.server import VERBOSE, Endpoint, Page, Server, Site
 from agent.host.reconcile import NO_MACHINES, MachineOutcome, granted_to
 from agent.host.verify.gpu_states import listed_gpus
-from agent.model.conditions import ConditionType, Reason, Status
-from agent.model.facts import Absent, Broken, MachineFacts, Report, Seen, Unseen, VendorFacts
+from agent.model.conditions import Condition, ConditionType, Reason, Status
+from agent.model.facts import Absent, Broken, Unseen
 from agent.model.text import one_line, rfc3339
 
 HTML = "text/html; charset=utf-8"
@@ -167,73 +169,45 @@ def _machine(machine: MachineOutcome, fixes: Mapping[ConditionType, tuple[str, .
     )
 
 
+BULKY = frozenset({"files"})
+"""Fields that /statusz leaves out: a driver has hundreds of files."""
+
+
 def statusz(view: View) -> Page:
     """Return a JSON page for people who investigate a problem. It has the last facts, even old ones.
 
     Its keys may change: programs should read the metrics or `status --json`.
     """
     facts = view.outcome.facts if view.outcome else None
-    observed = {each.name: _observed(each) for each in facts.machines} if facts else {}
     document = {
         "version": view.version,
         "written": rfc3339(view.written),
         "whyNotObserved": view.why_stale,
-        "machines": {
-            machine.name: {
-                "gpus": machine.gpus,
-                "lostGPUs": machine.lost,
-                "pending": machine.pending,
-                "stopped": machine.stopped,
-                "conditions": {each.type: each.to_kubernetes() for each in machine.conditions},
-                "observed": observed.get(machine.name),
-            }
-            for machine in view.machines
-        },
-        "facts": {
-            "architecture": facts.architecture,
-            "systemdVersion": _plain(facts.systemd_version),
-            "vendors": {vendor.vendor: _vendor(vendor) for vendor in facts.vendors},
-            "driverRoots": {root.index: f"{root.vendor} {root.version}" for root in facts.staged},
-            "damagedDriverRoots": facts.corrupt_roots,
-            "problems": facts.all_problems(),
-        }
-        if facts
-        else None,
-        "passes": to_builtins(tuple(reversed(view.passes))),
-        "sources": to_builtins(view.wakeups),
+        "machines": {machine.name: _plain(machine) for machine in view.machines},
+        "facts": _plain(facts),
+        "passes": _plain(tuple(reversed(view.passes))),
+        "sources": _plain(view.wakeups),
         "stuck": view.stuck,
     }
     return Page(HTTPStatus.OK, json.dumps(document, indent=1).encode() + b"\n", "application/json")
 
 
-def _observed(machine: MachineFacts) -> dict[str, object]:
-    reported = isinstance(machine.report, Report) or machine.report_age > 0
-    return {
-        "unitState": _plain(machine.unit_state),
-        "unitNeedsReload": machine.unit_needs_reload,
-        "deviceAllow": list(map(str, machine.device_allow)),
-        "boundNodes": machine.live.nodes if machine.live else None,
-        "handedDriverRoots": _plain(machine.handed_roots),
-        "reportAgeSeconds": round(machine.report_age, 1) if reported else None,
-    }
-
-
-def _vendor(vendor: VendorFacts) -> dict[str, object]:
-    driver = vendor.driver
-    nodes = vendor.devices if isinstance(vendor.devices, tuple) else ()
-    return {
-        "gpus": to_builtins(vendor.gpus),
-        "nodes": {node.path: f"{node.number.major}:{node.number.minor}" for node in nodes} or _plain(vendor.devices),
-        "moduleVersion": _plain(driver.module_version) if driver else None,
-        "libraryVersion": _plain(driver.user_space.version) if driver else None,
-        "fabric": _plain(driver.fabric) if driver else None,
-        "persistence": _plain(driver.persistence) if driver else None,
-    }
-
-
-def _plain(seen: Seen[object]) -> object:
-    """Return the value of a fact; if there is none, an object with `absent`, `broken` or `unseen` and the reason."""
-    return {type(seen).__name__.lower(): seen.why} if isinstance(seen, Absent | Broken | Unseen) else seen
+def _plain(value: Any) -> object:  # noqa: ANN401
+    """Return a value as json.dumps accepts it. What was not observed is an object with its kind and the reason."""
+    if isinstance(value, Condition):
+        return value.to_kubernetes()
+    if isinstance(value, Absent | Broken | Unseen):
+        return {type(value).__name__.lower(): value.why}
+    if isinstance(value, Struct):
+        value = {name: getattr(value, name) for name in value.__struct_fields__ if name not in BULKY}
+    elif hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, tuple | list | Set):
+        return [_plain(each) for each in value]
+    finite = isinstance(value, str | int | None) or (isinstance(value, float) and math.isfinite(value))
+    return value if finite else str(value)
 
 
 Guard = Callable[[str], AbstractContextManager[object]]

@@ -37,29 +37,20 @@ GONE = select.POLLHUP | select.POLLNVAL
 
 
 class Source(Protocol):
-    """Reports changes of one kind on the host.
-
-    If `open`, `polled` or `needs_pass` raises any exception, even one from a library, the source is lost: it is closed,
-    and opened again later.
-    """
+    """Reports changes of one kind. If a method but `close` raises anything, the source is closed and opened again."""
 
     name: str
 
-    def open(self) -> None:
-        """Begin to watch. Raises OSError."""
-        ...
+    def open(self) -> None: ...
 
     def close(self) -> None:
         """Release everything that `open` has acquired, even if `open` failed."""
-        ...
 
     def polled(self) -> Mapping[int, int]:
         """Return the events to wait for with poll(2), by file descriptor."""
-        ...
 
     def needs_pass(self) -> bool:
-        """Consume pending events without blocking, and return whether a pass is needed. Raises OSError."""
-        ...
+        """Consume pending events without blocking, and return whether a pass is needed."""
 
 
 class Settling(Struct, frozen=True):
@@ -247,10 +238,9 @@ class Directories:
         events: int = NODES,
         mounts: bool = False,
     ) -> None:
-        """Set what is watched: the directories that `where` returns.
+        """Watch the directories that `where` returns. With `mounts`, changes of what is mounted over them count too.
 
-        `matters` decides whether a change needs a pass. It gets a directory, and the changed name in it or ANY. With
-        `mounts`, changes of mounts are noticed too, because file systems may be mounted over the directories.
+        `matters` decides whether a change needs a pass. It gets a directory, and the changed name in it or ANY.
         """
         self.name = name
         self._system, self._where, self._matters = system, where, matters
@@ -330,7 +320,7 @@ class Udev:
     name = "udev"
 
     def __init__(self, system: System, modules: tuple[str, ...], monitor: Callable[[], Monitor] = udev_monitor) -> None:
-        """Set what is watched. `modules` has patterns (fnmatch) of the kernel modules that matter."""
+        """`modules` has patterns (fnmatch) of the kernel modules that matter."""
         self._system, self._modules, self._make = system, modules, monitor
         self._monitor: Monitor | None = None
 

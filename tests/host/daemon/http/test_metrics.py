@@ -2,7 +2,7 @@
 
 import shutil
 import subprocess
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -76,6 +76,12 @@ def view_of(*machines: MachineOutcome, vendor: VendorFacts = VENDOR) -> View:
     )
 
 
+def with_facts(**changed: Any) -> View:  # noqa: ANN401
+    """Return the view of a host with READY and these facts."""
+    ended = outcome(READY)
+    return replace(view_of(READY), outcome=replace(ended, facts=replace(ended.facts, **changed)))
+
+
 def test_a_ready_machine() -> None:
     samples = scrape(view_of(READY))
     assert value(samples, "machine_ready", machine="gpu-node") == 1
@@ -136,13 +142,6 @@ def test_repairs_of_a_machine_are_what_it_reports() -> None:
     assert value(samples, "machine_repairs_total", machine="gpu-node", what="links") == 0
     silent = scrape(view_of(without_evidence(counted, "no pass")))
     assert not [labels for name, labels in silent if name == "machine_repairs_total"]
-
-
-def test_transitions_are_dated() -> None:
-    name = "machine_ready_last_transition_timestamp_seconds"
-    assert value(scrape(view_of(READY)), name, machine="gpu-node") == 1.7e9
-    undated = MachineOutcome("gpu-node", (Condition(ConditionType.READY, Status.FALSE, "Reason", "message"),))
-    assert value(scrape(view_of(undated)), name, machine="gpu-node") is None
 
 
 def test_without_evidence_nothing_is_claimed() -> None:
@@ -207,46 +206,47 @@ def gpus_by_status(view: View) -> dict[str, float]:
     [("inactive", True, 1), ("failed", True, 0), ("inactive", False, 0), ("active", False, 0)],
 )
 def test_a_machine_that_failed_was_not_stopped(state: str, has_run: bool, stopped: int) -> None:
-    view = view_of(READY)
-    assert view.outcome
     machine = MachineFacts("gpu-node", root="/", unit_state=state, has_run=has_run)
-    facts = replace(view.outcome.facts, machines=(machine,))
-    samples = scrape(replace(view, outcome=replace(view.outcome, facts=facts)))
+    samples = scrape(with_facts(machines=(machine,)))
     assert value(samples, "machine_stopped", machine="gpu-node") == stopped
 
 
 def test_a_stopped_machine_stays_stopped_while_systemd_does_not_answer() -> None:
     """UnboundedAgentMachineNotReady paged after ten minutes of its silence. A machine that ran was not stopped then."""
-    metrics, view = Metrics(), view_of(READY)
-    assert view.outcome
-    shown = []
+    metrics, shown = Metrics(), []
     for state in ("inactive", Unseen("no answer"), "active", Unseen("no answer")):
         machine = MachineFacts("gpu-node", root="/", unit_state=state, has_run=state == "inactive")
-        facts = replace(view.outcome.facts, machines=(machine,))
-        samples = scrape(replace(view, outcome=replace(view.outcome, facts=facts)), metrics)
-        shown.append(value(samples, "machine_stopped", machine="gpu-node"))
+        shown.append(value(scrape(with_facts(machines=(machine,)), metrics), "machine_stopped", machine="gpu-node"))
     assert shown == [1, 1, 0, 0]
 
 
-def test_gpus_are_counted() -> None:
-    samples = scrape(view_of(replace(READY, lost=GPUS[:1], expected=3)))
-    counted = [value(samples, f"machine_gpus{each}", machine="gpu-node") for each in ("", "_expected", "_lost")]
-    assert counted == [2, 3, 1]
-    assert value(samples, "machine_gpus_advertised", machine="gpu-node") is None, "unknown is not 0"
-    advertised = scrape(view_of(replace(READY, advertised=0)))
-    assert value(advertised, "machine_gpus_advertised", machine="gpu-node") == 0
+*OTHERS, NOW_READY = conditions()
+UNDATED = (Condition(ConditionType.READY, Status.FALSE, "Reason", "message"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("machine_gpus", {}, 2),
+        ("machine_gpus_expected", {"expected": 3}, 3),
+        ("machine_gpus_lost", {"lost": GPUS[:1]}, 1),
+        ("machine_gpus_advertised", {}, None),  # Unknown is not 0.
+        ("machine_gpus_advertised", {"advertised": 0}, 0),
+        ("machine_report_timestamp_seconds", {}, None),
+        ("machine_report_timestamp_seconds", {"reported": 1.7e9}, 1.7e9),
+        ("machine_ready_last_transition_timestamp_seconds", {}, 1.7e9),
+        ("machine_ready_last_transition_timestamp_seconds", {"conditions": UNDATED}, None),
+        ("machine_recent_ready_losses", {"conditions": (*OTHERS, NOW_READY._replace(losses=(1.7e9, 1.8e9)))}, 2),
+    ],
+)
+def test_values_of_a_machine(name: str, change: dict[str, Any], expected: float | None) -> None:
+    assert value(scrape(view_of(replace(READY, **change))), name, machine="gpu-node") == expected
 
 
 def test_each_gpu_is_described() -> None:
     lost = RememberedGpu("0000:03:00.0", "nvidia", "Tesla T4", "GPU-3", ("gpu-node",), lost=1.7e9)
-    view = view_of(READY)
-    assert view.outcome
-    facts = replace(
-        view.outcome.facts,
-        remembered=Remembered((lost,)),
-        gpus=GpuFacts(faults={GPUS[1]: GpuFault("Xid48", "a double-bit ECC error", 1.6e9)}),
-    )
-    samples = scrape(replace(view, outcome=replace(view.outcome, facts=facts)))
+    faults = GpuFacts(faults={GPUS[1]: GpuFault("Xid48", "a double-bit ECC error", 1.6e9)})
+    samples = scrape(with_facts(remembered=Remembered((lost,)), gpus=faults))
     states = {(dict(labels)["gpu"], dict(labels)["state"]) for name, labels in samples if name == "gpu_info"}
     assert states == {(GPUS[0], "granted"), (GPUS[1], "granted"), ("0000:03:00.0", "lost")}
     identity = {"vendor": "nvidia", "model": "Tesla T4", "uuid": "GPU-3", "machine": "gpu-node"}
@@ -257,22 +257,10 @@ def test_each_gpu_is_described() -> None:
 def test_storage() -> None:
     """Links take no space; free space that could not be observed is not shown."""
     files = (Library("usr/lib/a.so.1", "/a", size=70), Library("usr/lib/a.so", "", link="a.so.1", size=6))
-    view = view_of(READY)
-    assert view.outcome
-    facts = replace(view.outcome.facts, staged=(StagedRoot(0, "nvidia", "550", files),), state_free=1 << 30)
-    samples = scrape(replace(view, outcome=replace(view.outcome, facts=facts)))
+    samples = scrape(with_facts(staged=(StagedRoot(0, "nvidia", "550", files),), state_free=1 << 30))
     assert (value(samples, "driver_roots"), value(samples, "driver_root_bytes")) == (1, 70)
     assert value(samples, "state_free_bytes") == 1 << 30
-    assert value(scrape(view), "state_free_bytes") is None
-
-
-def test_losses_of_ready_are_counted() -> None:
-    *others, ready = conditions()
-    machine = MachineOutcome("gpu-node", (*others, ready._replace(losses=(1.7e9, 1.7e9 + 1))))
-    assert value(scrape(view_of(machine)), "machine_recent_ready_losses", machine="gpu-node") == 2
-    assert value(scrape(view_of(READY)), "machine_report_timestamp_seconds", machine="gpu-node") is None
-    reported = scrape(view_of(replace(READY, reported=1.7e9)))
-    assert value(reported, "machine_report_timestamp_seconds", machine="gpu-node") == 1.7e9
+    assert value(scrape(view_of(READY)), "state_free_bytes") is None
 
 
 @pytest.mark.parametrize(
