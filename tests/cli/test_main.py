@@ -143,6 +143,7 @@ def test_the_version_is_an_option_and_a_command(capsys: Capture) -> None:
 
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.prog)
 def test_each_help_has_a_description_exit_codes_and_an_example(parser: argparse.ArgumentParser) -> None:
+    assert [line for line in parser.format_help().splitlines() if len(line) > 80] == [], "it fits a terminal"
     paragraphs = parser.format_help().split("\n\n")
     assert paragraphs[1] == parser.description
     assert paragraphs[1].endswith(".")
@@ -154,12 +155,6 @@ def test_each_help_has_a_description_exit_codes_and_an_example(parser: argparse.
     assert "unbounded-agent" in example
 
 
-@pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.prog)
-def test_lines_of_help_fit_a_terminal(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert [line for line in parser.format_help().splitlines() if len(line) > 80] == []
-
-
 def test_commands_that_only_units_run_are_not_listed(capsys: Capture) -> None:
     listed = help_of(capsys)
     hidden = {name for name, command in COMMANDS.items() if command.hidden}
@@ -167,9 +162,6 @@ def test_commands_that_only_units_run_are_not_listed(capsys: Capture) -> None:
     assert [name for name in hidden if name in listed] == []
     assert [name for name in subcommands("") if name not in listed and name not in hidden] == []
     assert [name for name in subcommands("gpus") if name not in help_of(capsys, "gpus")] == []
-
-
-def test_hidden_commands_have_help(capsys: Capture) -> None:
     assert "unbounded-agent-prepare@MACHINE.service" in help_of(capsys, "prepare")
     assert "unbounded-agent-modules.service" in help_of(capsys, "load-modules")
 
@@ -180,21 +172,13 @@ def test_hidden_commands_have_help(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(
-            (),
-            ("gpus", "-x"),
-            ("gpus", "detach"),
-            ("prepare",),
-            ("reset",),
-            ("status", "-x"),
-            ("plan", "--diff", "--json"),
-        ),
-        *(("status", "--watch=0"), ("status", "--wait=soon"), ("status", "--wait=nan"), ("status", "--wide", "--json")),
+        *("", "gpus -x", "gpus detach", "prepare", "reset", "status -x", "plan --diff --json"),
+        *("status --watch=0", "status --wait=soon", "status --wait=nan", "status --wide --json"),
     ],
 )
-def test_bad_arguments(capsys: Capture, arguments: tuple[str, ...]) -> None:
+def test_bad_arguments(capsys: Capture, arguments: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(arguments.split())
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("usage: unbounded-agent")
 
@@ -225,12 +209,6 @@ def test_a_wrong_argument_gets_the_usage_of_its_command(
     assert printed.splitlines()[-1] == f"{usage}: error: {error}"
 
 
-@pytest.mark.parametrize("command", [("status",), ("gpus", "list"), ("doctor",)])
-def test_the_configuration_may_be_named_after_the_command(capsys: Capture, command: tuple[str, ...]) -> None:
-    assert main([*command, "--config", "/nosuch/config.toml"]) == 2
-    assert capsys.readouterr().err.startswith("unbounded-agent: /nosuch/config.toml: no such file")
-
-
 def test_the_help_of_the_program_has_all_exit_codes_and_files(capsys: Capture) -> None:
     text = help_of(capsys)
     assert "/usr/share/doc/unbounded-agent/docs/" in text, "only a checkout has docs/json.md"
@@ -245,11 +223,13 @@ def test_a_machine_after_wait_is_not_a_number_of_seconds(capsys: Capture) -> Non
     assert "'gpu-node' is not a number of seconds (0 or more): write --wait=SECONDS" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["plan", "status", "doctor"])
+@pytest.mark.parametrize("command", ["plan", "status", "doctor", "gpus"])
 def test_a_wrong_configuration_names_the_file(tmp_path: Path, capsys: Capture, command: str) -> None:
+    """Which may also be named after the command."""
     file = tmp_path / "config.toml"
-    assert main(["--config", str(file), command]) == 2
-    assert f"unbounded-agent: {file}: no such file" in capsys.readouterr().err
+    for words in (["--config", str(file), command], [command, "--config", str(file)]):
+        assert main(words) == 2
+        assert capsys.readouterr().err.startswith(f"unbounded-agent: {file}: no such file")
     file.write_text("machines.a.speed = 9\n")
     assert main(["--config", str(file), command]) == 2
     assert capsys.readouterr().err == f"unbounded-agent: {file}: machines.a.speed: unknown key\n"
@@ -272,36 +252,27 @@ def bare_host(gpu_host: Host) -> Host:
     return gpu_host
 
 
-def test_doctor_lists_the_missing_template_and_continues(bare_host: Host, capsys: Capture) -> None:
+def test_each_command_says_why_nothing_can_start(bare_host: Host, capsys: Capture) -> None:
+    why = "systemd-nspawn@.service is in none of"
     assert command(reconciler(bare_host), "doctor") == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["host:", lines[1]]
-    assert lines[1:3] == ["  - no machine can start", lines[2]]
-    assert lines[2].startswith("    evidence: systemd-nspawn@.service is in none of /etc/systemd/system")
+    assert lines[:2] == ["host:", "  - no machine can start"]
+    assert lines[2].startswith(f"    evidence: {why} /etc/systemd/system")
     assert "    fix:      apt install systemd-container" in lines
     assert any(each.startswith("    evidence: unbounded-agent.service is not installed") for each in lines)
     assert f"{MACHINE}: readiness unknown: ObservationFailed" in lines
     assert any(line.startswith("driver for pods: nvidia") for line in lines)
-
-
-def test_doctor_for_programs(bare_host: Host, capsys: Capture) -> None:
     assert command(reconciler(bare_host), "doctor --json") == 1
     document = json.loads(capsys.readouterr().out)
     assert INSTALL in document["host"][0]["evidence"]
     assert MACHINE in document["machines"]
-
-
-def test_status_reports_the_missing_template_and_prints_the_table(bare_host: Host, capsys: Capture) -> None:
     assert command(reconciler(bare_host), "status --wide") == 0
     printed = capsys.readouterr()
-    assert printed.err.startswith("unbounded-agent: note: systemd-nspawn@.service is in none of")
+    assert printed.err.startswith(f"unbounded-agent: note: {why}")
     assert "Ready  Unknown" in printed.out
-
-
-def test_plan_says_why_nothing_can_be_planned(bare_host: Host, capsys: Capture) -> None:
     assert command(reconciler(bare_host), "plan") == 1
     printed = capsys.readouterr()
-    assert printed.out.startswith(f"{MACHINE}: left unchanged: systemd-nspawn@.service is in none of")
+    assert printed.out.startswith(f"{MACHINE}: left unchanged: {why}")
     assert INSTALL in printed.err
 
 
