@@ -18,7 +18,7 @@ from agent.machine.devices import live_numbers
 from agent.machine.foreign_specs import Foreign, OwnSpec
 from agent.machine.notes import Context, Failure, in_words, record_repair, remove_remains
 from agent.machine.vendors import VENDORS
-from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true
+from agent.model.conditions import Condition, ConditionType, Reason, Remark, Status, false, not_applicable, true
 from agent.model.contract import AllocatableDevice, AllocatableVendor
 from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError
@@ -129,10 +129,10 @@ def _publish_gpus(context: Context, vendor: MachineVendor, request: Request, *, 
     return Published(foreign_specs.with_foreign(condition._replace(message=said), devices, foreign, own), names)
 
 
-def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> tuple[str, bool]:
+def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> tuple[str, tuple[str, ...]]:
     """Publish the specifications of all requested modes. Raises nothing.
 
-    Returns a remark for CDISpecCurrent, and whether something is left out of a specification.
+    Returns a remark for CDISpecCurrent, and its words.
 
     A failure is only a remark, because Ready is about GPUs, and pods get the GPUs from another specification.
     """
@@ -140,7 +140,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
     deadline = time.monotonic() + LIMIT
     served, without_devices, failed, left_out = [], [], [], []
     # A remark on several modes is made only once.
-    remarks: dict[str, None] = {}
+    remarks, words = dict[str, None](), dict[str, None]()
     for name in request.cdi_modes:
         spec = None
         try:
@@ -160,6 +160,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
             published = _publish(context, vendor, spec, foreign)
             condition = foreign_specs.with_foreign(published.condition, published.devices, foreign, spec.own)
             remarks |= dict.fromkeys(published.remarks)
+            words |= dict.fromkeys(published.condition.remarks)
             left_out += [published.left_out] if published.left_out else []
             said = one_line(condition.message)
             if condition.status is Status.TRUE:
@@ -172,7 +173,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
     not_served = [f"ModeNotServed: {'; '.join(failed)}"] if failed else []
     without = [f"no devices for mode {', '.join(without_devices)}"] if without_devices else []
     parts = (*not_served, *served, *remarks, *left_out, *without)
-    return "".join(f"; {part}" for part in parts), bool(left_out)
+    return "".join(f"; {part}" for part in parts), (*words, *((Remark.MODE_NOT_SERVED,) if failed else ()))
 
 
 def _mode_spec(
@@ -223,14 +224,16 @@ def _publish(context: Context, vendor: MachineVendor, spec: _Spec, foreign: Fore
             current = current.without(noted["unpartitioned"])
         faultless = current and not current.verdict.problems and not current.verdict.missing
         if current and faultless and noted.get("digest") == sha256(current.text):
-            condition = Condition(KIND, Status.TRUE, noted["reason"], noted["message"])
+            words = (Remark.EDITS_LEFT_OUT,) if noted["left_out"] else ()
+            condition = Condition(KIND, Status.TRUE, noted["reason"], noted["message"], remarks=words)
             return Published(condition, current.verdict.devices, tuple(noted["remarks"]), noted["left_out"])
         # If an earlier run generated a specification from the same inputs, but it was refused, its devices are noted.
         # If a specification with these devices would be refused again, it need not be generated again.
         if refused := foreign_specs.refusal(system, own, noted.get("colliding", ()), foreign):
             return Published(refused)
     if failed := _failure(context, spec, inputs, current).noted():
-        condition = Condition(KIND, Status.FALSE, failed["reason"], failed["message"], gpus=tuple(failed["gpus"]))
+        gpus, words = tuple(failed["gpus"]), tuple(failed["remarks"])
+        condition = Condition(KIND, Status.FALSE, failed["reason"], failed["message"], gpus=gpus, remarks=words)
         return Published(condition, current.verdict.devices if current and not current.verdict.problems else ())
     try:
         published = _attempt(context, vendor, spec, foreign, current, inputs)
@@ -241,7 +244,7 @@ def _publish(context: Context, vendor: MachineVendor, spec: _Spec, foreign: Fore
     if condition.status is Status.FALSE and condition.reason not in (Reason.NAMES_COLLIDE, Reason.NOT_TRIED):
         said = "; ".join(filter(None, (condition.message, published.left_out, *published.remarks)))
         failure = _failure(context, spec, inputs, _current(system, spec, live))
-        failure.save(reason=condition.reason, message=said, gpus=condition.gpus)
+        failure.save(reason=condition.reason, message=said, gpus=condition.gpus, remarks=condition.remarks)
     return published
 
 
@@ -293,12 +296,14 @@ def _attempt(
     if made.left_out:
         left_out = f"EditsLeftOut: this agent does not know all that {generator} writes, and has left out of "
         left_out += f"{own.path}: {first_of(made.left_out, SHOWN)}"
+    words = (Remark.EDITS_LEFT_OUT,) if left_out else ()
     is_worse = current and not (current.verdict.problems or verdict.missing <= current.verdict.missing)
     if verdict.problems or is_worse:
         faults = verdict.problems or (f"{', '.join(sorted(verdict.missing))} is not in it",)
         why = "; ".join(filter(None, (*faults, left_out, *made.remarks)))
         message = f"the new CDI specification failed the check: {why}"
-        return _kept(context, spec, current, Reason.SPEC_REFUSED, message)
+        refusal = _kept(context, spec, current, Reason.SPEC_REFUSED, message)
+        return refusal._replace(condition=refusal.condition._replace(remarks=words))
     if refused := foreign_specs.refusal(system, own, verdict.devices, foreign):
         notes.save(note, {"inputs": inputs, "colliding": list(verdict.devices)})
         return Published(refused)
@@ -312,7 +317,7 @@ def _attempt(
         is_as_published = current is not None and noted.get("digest") == sha256(current.text)
         if noted.get("inputs") == inputs and "digest" in noted and not is_as_published:
             record_repair(notes, Repair.SPEC, f"somebody changed {own.path}")
-    condition = _condition(spec, verdict, generator)
+    condition = _condition(spec, verdict, generator)._replace(remarks=words)
     if condition.status is Status.TRUE:
         condition = condition._replace(reason=Reason.EDITS_LEFT_OUT if left_out else Reason.VERIFIED)
         said = {"reason": condition.reason, "message": condition.message, "left_out": left_out}

@@ -5,7 +5,7 @@ To settle a handoff, or a part of it, is to change the machine so that it matche
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from agent import __version__
@@ -23,7 +23,7 @@ from agent.machine.notes import (
     repair_counts,
 )
 from agent.machine.vendors import VENDORS
-from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, worst
+from agent.model.conditions import Condition, ConditionType, Reason, Remark, Status, false, not_applicable, worst
 from agent.model.contract import AllocatableVendor
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, DocumentError
@@ -221,7 +221,7 @@ def settle(context: Context) -> Outcome:
     merged = _merged(conditions)
     if any(request.gpus for request in handoff.requests):
         kind, what = ConditionType.CDI_SPEC_CURRENT, "which pods are outdated"
-        merged = _remarked(merged, kind, what, lambda: cdi.outdated_remark(context))
+        merged = _remarked(merged, kind, what, lambda: cdi.outdated_remark(context), (Remark.PODS_OUTDATED,))
     if context.notes.may_have(devices.WITHDRAWN):
         kind, what = ConditionType.DEVICES_ALLOWED, "which processes still have nodes open that are no longer granted"
         merged = _remarked(merged, kind, what, lambda: devices.left_open_remark(context))
@@ -252,15 +252,19 @@ def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
 
 
 def _remarked(
-    conditions: tuple[Condition, ...], kind: ConditionType, what: str, find: Callable[[], str]
+    conditions: tuple[Condition, ...],
+    kind: ConditionType,
+    what: str,
+    find: Callable[[], str],
+    words: Sequence[str] = (),
 ) -> tuple[Condition, ...]:
-    """Add the remark that `find` returns to the condition `kind`; without one, return the conditions unchanged."""
+    """Add the remark that `find` returns, and its words, to the condition `kind`; without one, change nothing."""
     try:
         remark = find()
     # Any exception: the report must be written even if files of pods or processes have unexpected content.
     except Exception as error:
-        remark = f"; cannot tell {what}: {one_line(str(error))[:ERROR_SHOWN]}"
-    return with_remark(conditions, kind, remark) if remark else conditions
+        remark, words = f"; cannot tell {what}: {one_line(str(error))[:ERROR_SHOWN]}", ()
+    return with_remark(conditions, kind, remark, words) if remark else conditions
 
 
 def _newest(system: System) -> Handoff | None:
@@ -290,7 +294,7 @@ def _settle_request(context: Context, request: Request) -> Outcome:
     # nvidia-smi needs the libraries. The GPUs are asked while the generator has them open too.
     fabric = InBackground(lambda: _fabric(context, vendor, request))
     published = cdi.publish_spec(context, vendor, request)
-    modes_remark, left_out = cdi.publish_modes(context, vendor, request) if request.cdi_modes else ("", False)
+    modes_remark, words = cdi.publish_modes(context, vendor, request) if request.cdi_modes else ("", ())
     # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
     removed, not_withdrawn = devices.withdraw_nodes(context, request, _newest(context.system))
     if (removed or not_withdrawn) and published.condition.status is not Status.TRUE:
@@ -300,9 +304,9 @@ def _settle_request(context: Context, request: Request) -> Outcome:
         # attempt then waits as usual.
         published = cdi.publish_spec(context, vendor, request, at_once=bool(removed))
     spec_condition = published.condition
-    if left_out and spec_condition.reason == Reason.VERIFIED:
+    if Remark.EDITS_LEFT_OUT in words and spec_condition.reason == Reason.VERIFIED:
         spec_condition = spec_condition._replace(reason=Reason.EDITS_LEFT_OUT)
-    (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark)
+    (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark, words)
     conditions: tuple[Condition, ...] = (linked, configured, active.result(), opened.result(), spec_condition)
     names, allocatable = published.devices, None
     if context.handoff.allocation == DRA:

@@ -243,6 +243,14 @@ about GPUs that the machine no longer has; the machine can use its other GPUs.
 """
 
 
+class Remark(StrEnum):
+    """What the message of CDISpecCurrent says besides its reason, with every status (docs/conditions.md)."""
+
+    PODS_OUTDATED = "PodsOutdated"
+    EDITS_LEFT_OUT = "EditsLeftOut"
+    MODE_NOT_SERVED = "ModeNotServed"
+
+
 class Condition(NamedTuple):
     """The result of one check."""
 
@@ -265,6 +273,8 @@ class Condition(NamedTuple):
     """Only for GPUsAdvertised, in the machine half: how many of the granted GPUs are advertised; None if unknown."""
     gpus: tuple[str, ...] = ()
     """PCI addresses of the only GPUs that a fault concerns: the others serve pods. Empty if it concerns all."""
+    remarks: tuple[str, ...] = ()
+    """The Remarks in its message."""
     said: tuple[tuple[str, str, str], ...] | None = None
     """Only for FabricReady: the last FabricAnswer of each granted GPU, whatever else is shown. Only another answer of
     the GPU replaces it. None if the GPUs' answers were not evaluated."""
@@ -340,6 +350,7 @@ def worst(conditions: Iterable[Condition]) -> Condition:
         message="; ".join(dict.fromkeys(each.message for each in said)),
         gpus=tuple(dict.fromkeys(gpu for each in said for gpu in each.gpus)) if first.gpus else (),
         advertised=sum(counts) if counts else None,
+        remarks=tuple(dict.fromkeys(remark for each in said for remark in each.remarks)),
     )
 
 

@@ -189,6 +189,7 @@ def render_report(report: Report) -> bytes:
     conditions = [
         {"type": each.type, "status": each.status, "reason": each.reason, "message": one_line(each.message)}
         | ({"gpus": each.gpus} if each.gpus else {})
+        | ({"remarks": each.remarks} if each.remarks else {})
         for each in report.conditions
     ]
     content = plain(report._replace(changed_files=report.changed_files[:CHANGED_FILES_LIMIT]))
@@ -198,8 +199,10 @@ def render_report(report: Report) -> bytes:
     return json.dumps({"version": REPORT_VERSION, **content}, indent=1).encode() + b"\n"
 
 
-def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: str) -> tuple[Condition, ...]:
-    """Append a remark to the message of the condition `kind`, and return all conditions.
+def with_remark(
+    conditions: Iterable[Condition], kind: ConditionType, remark: str, words: Iterable[str] = ()
+) -> tuple[Condition, ...]:
+    """Append a remark, with its words, to the message of the condition `kind`, and return all conditions.
 
     No separator is added. A remark longer than REMARK_LIMIT is truncated, and the message is shortened so that both fit
     into MESSAGE_LIMIT.
@@ -208,6 +211,8 @@ def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: st
     if len(text) > REMARK_LIMIT:
         text = f"{text[: REMARK_LIMIT - 1]}…"
     return tuple(
-        each._replace(message=each.message[: MESSAGE_LIMIT - len(text)] + text) if each.type is kind else each
+        each._replace(message=each.message[: MESSAGE_LIMIT - len(text)] + text, remarks=(*each.remarks, *words))
+        if each.type is kind
+        else each
         for each in conditions
     )

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from agent.machine.run import HANDOFF, REPORT
+from agent.model.conditions import Remark
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.system.files import READ_LIMIT
@@ -184,7 +185,11 @@ class Machine(WithDeadLinks):
         return {each["type"]: (each["status"], each["reason"]) for each in self.report()["conditions"]}
 
     def message(self, kind: str) -> str:
-        return next(str(each["message"]) for each in self.report()["conditions"] if each["type"] == kind)
+        """Return a condition's message. Programs read its remarks as data, so they are compared with it."""
+        condition = next(each for each in self.report()["conditions"] if each["type"] == kind)
+        message, remarks = str(condition["message"]), condition.get("remarks", ())
+        assert {each for each in Remark if each in message and kind == "CDISpecCurrent"} == {*remarks}
+        return message
 
     def _answer(self, argv: tuple[str, ...], timeout: float) -> Completed:
         self.calls.append(argv)

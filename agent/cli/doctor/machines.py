@@ -8,7 +8,7 @@ from msgspec import Struct
 from agent.cli.output import causes, prevents_ready
 from agent.host.reconcile import MachineOutcome
 from agent.host.vendors import HOST_VENDORS, host_vendor
-from agent.model.conditions import Condition, ConditionType, Reason, Status
+from agent.model.conditions import Condition, ConditionType, Reason, Remark, Status
 from agent.model.facts import VendorFacts
 
 # The commands that fix faults of all vendors' GPUs. Each vendor adds those for its own drivers (HostVendor.remedies).
@@ -255,13 +255,13 @@ OFFERED: Mapping[str, tuple[str, ...]] = {
 device plugins, a command for all conditions, or none."""
 
 REMARKS: Mapping[str, str] = {
-    "PodsOutdated": "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again",
-    "ModeNotServed": REPORT,
-    Reason.EDITS_LEFT_OUT: (
+    Remark.PODS_OUTDATED: "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again",
+    Remark.MODE_NOT_SERVED: REPORT,
+    Remark.EDITS_LEFT_OUT: (
         "build the machine's image from a newer release of the agent; if there is none, report this line as a bug"
     ),
 }
-"""By a word in the message of CDISpecCurrent, whatever the condition's status (docs/conditions.md)."""
+"""By a remark of CDISpecCurrent, whatever the condition's status (docs/conditions.md)."""
 
 
 def remedy(kind: ConditionType, reason: str, *, offers_gpus: bool = False) -> tuple[str, ...]:
@@ -352,11 +352,8 @@ def diagnose(machine: MachineOutcome, environment: Environment = NO_ENVIRONMENT)
 
 
 def _remarks(condition: Condition) -> list[str]:
-    """Return the commands for the remarks in a condition's message."""
-    # Do not search the messages of other conditions. They may contain names that users of pods choose, and so any word.
-    if condition.type is not ConditionType.CDI_SPEC_CURRENT:
-        return []
-    return [command for word, command in REMARKS.items() if word in condition.message]
+    """Return the commands for a condition's remarks."""
+    return [command for word, command in REMARKS.items() if word in condition.remarks]
 
 
 def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Environment) -> str:

@@ -419,6 +419,7 @@ class _Condition(Struct, frozen=True):
     reason: Word
     message: Annotated[str, Meta(max_length=2000)]
     gpus: Annotated[tuple[Address, ...], Meta(max_length=GPUS_LIMIT)] = ()
+    remarks: Annotated[tuple[Word, ...], Meta(max_length=10)] = ()
 
 
 class _Fabric(Struct, frozen=True):
@@ -481,6 +482,7 @@ def parse_report(data: bytes) -> Report:
             printable(each.message),
             # Only a fault can concern some GPUs.
             gpus=each.gpus if each.status is Status.FALSE else (),
+            remarks=each.remarks,
         )
         for each in known
     ]

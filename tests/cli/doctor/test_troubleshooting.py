@@ -128,7 +128,7 @@ def test_what_a_machine_reports_is_found_and_nothing_else(running: Host) -> None
         assert finding.fix
 
     message = "2 devices; PodsOutdated (recreate them: they keep what they were made with): default/train (550.54.14)"
-    report(running, ALL_OPEN, true(KIND.CDI_SPEC_CURRENT, Reason.VERIFIED, message))
+    report(running, ALL_OPEN, true(KIND.CDI_SPEC_CURRENT, Reason.VERIFIED, message)._replace(remarks=("PodsOutdated",)))
     (finding,) = found(running)
     assert (finding.status, finding.prevents_ready) == (Status.TRUE, False)
     assert "default/train" in finding.message
@@ -136,7 +136,8 @@ def test_what_a_machine_reports_is_found_and_nothing_else(running: Host) -> None
     assert examine(reconciler(running)).sound
 
     message = "2 devices; EditsLeftOut: /etc/cdi/nvidia.yaml lacks: key x"
-    report(running, ALL_OPEN, true(KIND.CDI_SPEC_CURRENT, Reason.EDITS_LEFT_OUT, message))
+    left_out = true(KIND.CDI_SPEC_CURRENT, Reason.EDITS_LEFT_OUT, message)._replace(remarks=("EditsLeftOut", "Unknown"))
+    report(running, ALL_OPEN, left_out)
     (finding,) = found(running)
     assert (finding.status, finding.prevents_ready) == (Status.TRUE, False)
     assert "key x" in finding.message
