@@ -134,10 +134,8 @@ def _perform_all(
     errors: list[BaseException | None] = [None] * len(actions)
 
     def attempt(index: int) -> None:
-        action = actions[index]
         try:
-            progress(action.describe())
-            performers[type(action)](action, system, progress)
+            performers[type(actions[index])](actions[index], system, progress)
         except KeyboardInterrupt:
             # Python raises KeyboardInterrupt only in the main thread, which performs the first step. The other threads
             # end with the process.
@@ -145,6 +143,8 @@ def _perform_all(
         except BaseException as error:
             errors[index] = error
 
+    for action in actions:
+        progress(action.describe())
     # Daemon threads, so that the process ends after Ctrl-C without waiting for them.
     threads = [threading.Thread(target=attempt, args=(index,), daemon=True) for index in range(1, len(actions))]
     for thread in threads:

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from agent.config.settings import ImageSettings
 from agent.host.observe.machine import is_enabled, observe_joined
+from agent.host.provision.host_settings import differs
 from agent.host.provision.network import Leftovers
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.state.records import Durable
@@ -235,17 +236,10 @@ class NodeFacts(Struct, frozen=True):
     root file systems that were being removed; directories in which an image was being pulled or unpacked."""
     enabled: Mapping[str, bool]
     """Whether each unit of `boot_units` is enabled, by the unit's name."""
-    joined: str
-    """Name of the machine's Node object; empty if its kubelet has not joined since the machine's last start."""
+    unjoined: bool = False
+    """Whether the machine still needs a valid bootstrap token, as far as the host knows."""
     born: int = 0
     """When its root directory was made, in nanoseconds since the epoch; 0 if unknown."""
-    has_token: bool = False
-    """Whether the machine has a bootstrap token, which is removed once the kubelet has joined."""
-
-    @property
-    def unjoined(self) -> bool:
-        """Whether the machine still needs a valid bootstrap token, as far as the host knows."""
-        return self.has_token and not self.joined
 
 
 def observe_node(machine: str, system: System) -> NodeFacts:
@@ -276,9 +270,8 @@ def observe_node(machine: str, system: System) -> NodeFacts:
         record=NODE_RECORDS.read(record_paths(machine), system),
         staged=tuple(staged),
         enabled={unit: is_enabled(unit, system) for unit in boot_units(machine)},
-        joined=observe_joined(machine, system),
+        unjoined=system.exists(token_file(machine)) and not observe_joined(machine, system),
         born=born,
-        has_token=system.exists(token_file(machine)),
     )
 
 
@@ -352,10 +345,9 @@ def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Check:
     return False
 
 
-def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool) -> tuple[NodeStep, ...]:
+def plan_host(goal: HostSettings, facts: HostFacts, now: float) -> tuple[NodeStep, ...]:
     """Return the steps that make or extend the record of the host as it was found, and then change the host.
 
-    `changes` says whether the host differs from the goal. If it does not, there is no step that changes the host.
     Raises AgentError if the record is damaged, or is missing although a node was made: it is never replaced then.
     """
     steps: list[NodeStep] = []
@@ -369,7 +361,7 @@ def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool
             raise _unknown_host(f"{AS_FOUND[0]} is missing, although there are nodes: {', '.join(facts.others)}")
         case Broken(why) | Unseen(why):
             raise _unknown_host(why)
-    return (*steps, *([ChangeHost(goal, facts.state)] if changes else []))
+    return (*steps, *([ChangeHost(goal, facts.state)] if differs(goal, facts.state) else []))
 
 
 def plan_root(

@@ -15,7 +15,7 @@ from agent.host.plan.goal import Plan, plan
 from agent.host.provision import preflight
 from agent.host.provision.apply import performers
 from agent.host.provision.binaries import wanted_binaries
-from agent.host.provision.host_settings import NO_SWAP, differs, host_goal, host_problems, observe_host
+from agent.host.provision.host_settings import NO_SWAP, host_goal, host_problems, observe_host
 from agent.host.provision.image import PLAIN_IMAGE, choose_image, go_architecture, inspect
 from agent.host.provision.network import observe_network
 from agent.host.provision.node_files import (
@@ -340,7 +340,7 @@ class Provisioner(Struct, frozen=True):
         )
         problems, steps = [*host_problems(goal, facts.state)], tuple[NodeStep, ...]()
         try:
-            steps = plan_host(goal, facts, time.time(), changes=differs(goal, facts.state))
+            steps = plan_host(goal, facts, time.time())
         except AgentError as error:
             problems.append(Check("record", error.message, error.hint))
         return facts, steps, problems

@@ -10,7 +10,7 @@ from agent.host.apply.steps import PERFORMERS, Progress, apply
 from agent.host.provision.apply import performers
 from agent.host.provision.plan import FetchBinaries, NodeStep, RemoveTree
 from agent.model.errors import AgentError
-from agent.model.goal import Action
+from agent.model.goal import Action, RemoveFile
 from agent.model.node import NodeBinary
 from agent.system.files import System
 from agent.system.network import HostNetwork
@@ -44,6 +44,16 @@ def test_ctrl_c_does_not_wait_for_the_other_steps(system: System) -> None:
         apply((FIRST, SECOND), system, performers={FetchBinaries: fetch})
     assert not ended.is_set()
     end.set()
+
+
+def test_an_error_while_a_step_is_told_is_none_of_the_step(system: System) -> None:
+    """For example, nobody reads the command's output any longer."""
+
+    def progress(sentence: str) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        apply((RemoveFile("/a"), RemoveFile("/b")), system, progress)
 
 
 @pytest.mark.parametrize("error", [AgentError("it failed", "try again"), OSError(5, "it failed"), KeyError("a bug")])

@@ -22,7 +22,7 @@ IMAGE = NodeImage(f"docker://registry.example.com/nodes/agent@{DIGEST}", DIGEST,
 UNPACKED = "/var/lib/machines/.gpu-node.unbounded-agent-a1a1a1a1a1a1a1a1"
 RECORD = NodeRecord("node-1", IMAGE, 77, {}, {}, {}, 1.0)
 UNIT = "systemd-nspawn@gpu-node.service"
-NEW = plan.NodeFacts("gpu-node", Absent("no root"), Absent("no record"), (), {UNIT: False, "machines.target": True}, "")
+NEW = plan.NodeFacts("gpu-node", Absent("no root"), Absent("no record"), (), {UNIT: False, "machines.target": True})
 MADE = replace(NEW, root=77, record=RECORD)
 BINARIES = (NodeBinary("kubelet", "https://dl.k8s.io/kubelet", "b2" * 32, "/usr/local/bin/kubelet"),)
 FILES = (NodeFile("/etc/kubernetes/kubelet.json", b"{}"),)
@@ -125,27 +125,29 @@ def test_the_host_changes_once_while_the_first_image_is_pulled() -> None:
 
 def test_the_host_is_recorded_before_it_changes() -> None:
     facts = replace(HOST, found=Absent("no record"))
-    record, change = plan.plan_host(SETTINGS, facts, 5.0, changes=True)
+    record, change = plan.plan_host(SETTINGS, facts, 5.0)
     assert record == plan.RecordHost(replace(FOUND, recorded=5.0))
     assert change == plan.ChangeHost(SETTINGS, FOUND.host)
 
 
 def test_what_a_further_node_changes_is_added_to_the_record() -> None:
-    state = HostState({"kernel.panic": "10", "vm.swappiness": "60"}, {}, (), {})
-    steps = plan.plan_host(SETTINGS, replace(HOST, state=state), 5.0, changes=False)
-    assert steps == (plan.RecordHost(FOUND.extended(state, FOUND.units)),)
-    assert plan.plan_host(SETTINGS, HOST, 5.0, changes=False) == ()
+    done, nothing = (
+        HostState({"kernel.panic": "10", "vm.swappiness": "60"}, {}, (), {}),
+        HostSettings({}, (), False, ()),
+    )
+    steps = plan.plan_host(SETTINGS, replace(HOST, state=done), 5.0)
+    assert steps == (plan.RecordHost(FOUND.extended(done, FOUND.units)),)
+    assert plan.plan_host(nothing, HOST, 5.0) == ()
     # `reset` unloads only modules that are in the record.
     state = replace(FOUND.host, modules={**FOUND.host.modules, "ip_vs": False})
-    steps = plan.plan_host(SETTINGS, replace(HOST, state=state), 5.0, changes=False)
-    assert [each.found.host.modules["ip_vs"] for each in steps if isinstance(each, plan.RecordHost)] == [False]
+    assert plan.plan_host(nothing, replace(HOST, state=state), 5.0) == (plan.RecordHost(replace(FOUND, host=state)),)
 
 
 @pytest.mark.parametrize("found", [Broken("damaged"), Unseen("no permission"), Absent("lost")])
 def test_nobody_guesses_how_the_host_was(found: Broken | Unseen | Absent) -> None:
     """A lost record is not replaced by the changed host."""
     with pytest.raises(AgentError, match="how the host was before its first node"):
-        plan.plan_host(SETTINGS, replace(HOST, found=found, others=("gpu-node",)), 5.0, changes=True)
+        plan.plan_host(SETTINGS, replace(HOST, found=found, others=("gpu-node",)), 5.0)
     if not isinstance(found, Absent):
         with pytest.raises(AgentError, match="how the host was before its first node"):
             plan.plan_restoration(replace(HOST, found=found), NO_LEFTOVERS)
