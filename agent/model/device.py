@@ -70,7 +70,6 @@ class DeviceNumber(NamedTuple):
 
 # PCI addresses: domain:bus:device.function, as sysfs names devices (PCI_DEVID and pci_setup_device in the kernel).
 
-
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 """An address as sysfs writes it."""
 

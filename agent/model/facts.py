@@ -528,7 +528,6 @@ class Facts(Struct, frozen=True):
 
 # Classes of PCI devices (pci_ids.h in the kernel): base class, subclass and programming interface have 8 bits each.
 
-
 DISPLAY = 0x03
 """Base class of display controllers. Their subclass varies: GPUs in processors are VGA controllers; those for data
 centres are 3D controllers or other display controllers."""

@@ -128,7 +128,6 @@ class Goal(Struct, frozen=True):
 
 # Steps from the current state to the goal. Data only: agent.host.apply.steps performs them, `plan` prints them.
 
-
 ActionKind: TypeAlias = Literal["write", "remove", "stage", "mount", "reload", "change"]
 """The label of an action in metrics. It is never reworded, unlike the sentence of `describe()`, which is for people."""
 

@@ -144,7 +144,6 @@ def render_handoff(handoff: Handoff) -> bytes:
 # machine's document has thousands of values.
 @lru_cache(RENDERED_LIMIT)
 def _rendered(handoff: Handoff) -> tuple[str, bytes]:
-    """Return the generation and the document."""
     content = plain(handoff)
     generation = json_digest({key: value for key, value in content.items() if key not in UNCOUNTED})[:16]
     document = {"version": HANDOFF_VERSION, "generation": generation, **content}

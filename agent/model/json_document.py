@@ -187,7 +187,6 @@ Decoder = Callable[[str, str, Any], Any]
 
 @cache
 def _fields(kind: Any) -> dict[str, tuple[Decoder, bool]]:  # noqa: ANN401
-    """Return, for each field of a named tuple, its decoder and whether its key is required."""
     defaults: dict[str, object] = getattr(kind, "_field_defaults", {})
     hints = get_type_hints(kind, include_extras=True)
     return {name: (_decoder(hint), name not in defaults) for name, hint in hints.items()}

@@ -109,7 +109,6 @@ class Check(Struct, frozen=True):
 
 # The part of the host's network that programs change at run time: links, routes, rules and chains.
 
-
 NFT = "nft"
 """The program that lists tables of nftables."""
 

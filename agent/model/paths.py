@@ -115,7 +115,6 @@ NODE_CONDITION_MARK = f"{STATE}/node-condition"
 
 
 def detach_lock_file(address: str) -> str:
-    """Return the lock that `gpus detach` holds for its GPU."""
     return f"{RUNTIME}/detach-{address}.lock"
 
 
@@ -208,7 +207,6 @@ def device_allow_drop_in(machine: str) -> str:
 
 
 def handoff_directory(machine: str) -> str:
-    """Return the directory that is bound read-only into the machine at MACHINE_HANDOFF_DIRECTORY."""
     return f"{MACHINES_STATE}/{machine}/handoff"
 
 
@@ -227,7 +225,6 @@ def granted_file(machine: str) -> str:
 
 
 def conditions_file(machine: str) -> str:
-    """Return the file with the host status for the machine's Node object. It exists only if `node_condition` is set."""
     return f"{handoff_directory(machine)}/{CONDITIONS_NAME}"
 
 
@@ -271,7 +268,6 @@ def joined_file(machine: str) -> str:
 
 
 def live_file(machine: str) -> str:
-    """Return the record of the running machine's settings."""
     return f"{MACHINES_RUNTIME}/{machine}/{LIVE_NAME}"
 
 

@@ -90,7 +90,6 @@ def rfc3339(seconds: float) -> str:
 
 # Parses numbers in text that the kernel and programs write.
 
-
 DIGITS = 18
 """Digits of the longest number that is accepted. Without a limit, int() would raise ValueError at 4,301 digits
 (sys.set_int_max_str_digits)."""

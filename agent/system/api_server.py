@@ -445,7 +445,6 @@ class ApiClient:
                 self._idle.pop()[1].close()
 
     def _connection(self) -> "_Connection":
-        """Return an idle connection that can still be used, or a new one."""
         session = self._credentials.session()
         with self._lock:
             while self._idle:
@@ -653,7 +652,6 @@ class Watcher(threading.Thread):
             self._watching = True
 
     def _list(self) -> str:
-        """Return the resourceVersion of the current list. Raises AgentError."""
         version = _version(self._client.get(self._path, fieldSelector=self._selector))
         if not version:
             raise ApiError(f"GET {self._path}", "the list has no resourceVersion")
@@ -661,7 +659,6 @@ class Watcher(threading.Thread):
 
 
 def _version(document: object) -> str:
-    """Return the resourceVersion of an object or list; empty without one."""
     metadata = document.get("metadata") if isinstance(document, dict) else None
     version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
     return version if isinstance(version, str) else ""

@@ -81,7 +81,6 @@ class SystemBus:
             raise
 
     def _connect(self, deadline: float) -> None:
-        """Connect, and send Hello. Raises OSError."""
         try:
             self._socket = prep_socket(self._path, timeout=_seconds_until(deadline))
         except OSError:

@@ -110,7 +110,6 @@ def _copy_step(reading: int, writing: int, size: int) -> int:
 
 # Removes trees in a process of its own, which can be stopped at its time limit (agent.system.removal).
 
-
 DOOR = (sys.executable, "-IS", removal.__file__)
 """The program that removes trees. Its arguments are their paths."""
 CHECK_LIMIT = 30.0

@@ -21,7 +21,6 @@ from agent.system.files import NOT_FOUND, System
 
 # Receives udevd's events. The only module that imports pyudev.
 
-
 CONTROL = "/run/udev/control"
 """udevd's socket. If it is missing, libudev silently makes a monitor that never gets an event."""
 DATABASE = "/run/udev/data"
@@ -189,7 +188,6 @@ class Sysfs:
 
 
 # Reads the kernel's own messages from the kernel log, /dev/kmsg (Documentation/ABI/testing/dev-kmsg).
-
 
 PATH = "/dev/kmsg"
 RECORD_LIMIT = 8192

@@ -175,7 +175,6 @@ class System:
     # ---- what exists
 
     def _status(self, path: str, *, follow: bool = True) -> os.stat_result | None:
-        """Return the status; None if the path does not exist. Raises OSError if that is unknown."""
         try:
             return os.stat(self._at(path, follow=follow), follow_symlinks=follow)
         except ValueError:

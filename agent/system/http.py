@@ -62,7 +62,6 @@ def _ask(url: str, ca: bytes, token: str) -> Answer:
 #
 # A redirect from HTTPS to HTTP is refused. Nothing secret is sent to any server.
 
-
 REDIRECTS = 5
 """The largest number of redirects that are followed. dl.k8s.io redirects once, to its content delivery network."""
 

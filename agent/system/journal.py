@@ -33,7 +33,6 @@ def say_changes(before: dict[str, object], conditions: tuple[Condition, ...]) ->
 
 # Computes how long ago files changed, even if the wall clock is set in between.
 
-
 KEPT = 3600.0
 """Seconds after which a file that is no longer observed is forgotten."""
 STEP = 1.0

@@ -263,7 +263,6 @@ def _service(system: System, candidate: Candidate) -> Process | None:
 
 
 def _arguments(system: System, process: int) -> Sequence[str]:
-    """Return a process's arguments; none if it has ended."""
     try:
         line = system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
     except OSError:
@@ -282,7 +281,6 @@ def _cgroups(system: System, process: int) -> list[str]:
 
 
 def _text(system: System, path: str) -> str:
-    """Return a file's content; empty if the process has ended."""
     try:
         return system.read(path, STATUS_LIMIT).decode(errors="replace")
     except OSError:

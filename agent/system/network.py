@@ -163,7 +163,6 @@ def _remove(netlink: IPRoute, leftover: Link | Route | Rule) -> None:
 
 # Finds the host's address on its default route, by netlink. Raises OSError.
 
-
 MAIN_TABLE = 254
 UNICAST = 1
 """RTN_UNICAST of rtnetlink(7): a route that forwards packets. Other types block destinations, for example."""

@@ -67,33 +67,22 @@ def _listed(name: str, entry: object) -> ListedUnit | Unseen:
             return Unseen(f"ListUnitsByNames: unexpected entry for {name}: {repr(entry)[:200]}")
 
 
-def version(system: System) -> str:
-    """Return the version of the running systemd.
-
-    It is documented as free text, but always begins with the release number, on Debian and Ubuntu too.
-    """
-    return _property(SYSTEMD_OBJECT, "Manager", "Version", str, system)
-
-
-def needs_reload(path: str, system: System) -> bool:
-    """Return whether files of the unit have changed since PID 1 loaded them."""
-    return _property(path, "Unit", "NeedDaemonReload", bool, system)
-
-
-def inactive_enter(path: str, system: System) -> int:
-    """Return when the unit was last stopped, in microseconds since the host booted; 0 if it has not been stopped."""
-    return _property(path, "Unit", "InactiveEnterTimestampMonotonic", int, system)
-
-
-def active_enter(path: str, system: System) -> int:
-    """Return when the unit last became active, in microseconds since the host booted; 0 if it never did."""
-    return _property(path, "Unit", "ActiveEnterTimestampMonotonic", int, system)
+def get(path: str, name: str, kind: type[T], system: System) -> T:
+    """Return a property such as `Unit.NeedDaemonReload` of the object at a path (org.freedesktop.systemd1(5))."""
+    interface, _, member = name.rpartition(".")
+    match system.call(SYSTEMD, path, GET, f"{SYSTEMD}.{interface}", member):
+        case ((str(), value),) if type(value) is kind:
+            return value
+        case ((str(), value),):
+            raise BusAnswerError(f"{member} of {path}: {value!r} is not of type {kind.__name__}")
+        case answer:
+            raise BusAnswerError(f"{member} of {path}: unexpected answer {answer!r}")
 
 
 def device_allow(path: str, system: System) -> tuple[DeviceAllow, ...]:
     """Return the unit's DeviceAllow entries in force, as systemd lists them: the last one in the unit's files first."""
     allowed = []
-    for entry in _property(path, "Service", "DeviceAllow", list, system):
+    for entry in get(path, "Service.DeviceAllow", list, system):
         match entry:
             case (str(node), str(permissions)):
                 allowed.append(DeviceAllow(node, permissions))
@@ -136,22 +125,7 @@ def is_queued(job: str, system: System) -> bool:
     return True
 
 
-def _property(path: str, interface: str, name: str, kind: type[T], system: System) -> T:
-    match system.call(SYSTEMD, path, GET, f"{SYSTEMD}.{interface}", name):
-        case ((str(), value),):
-            return _expected(f"{name} of {path}", value, kind)
-        case answer:
-            raise BusAnswerError(f"{name} of {path}: unexpected answer {answer!r}")
-
-
-def _expected(what: str, value: object, kind: type[T]) -> T:
-    if type(value) is not kind:
-        raise BusAnswerError(f"{what}: {value!r} is not of type {kind.__name__}")
-    return value
-
-
 # Calls to systemd-machined on the system bus, org.freedesktop.machine1(5). They raise BusError.
-
 
 MACHINED = "org.freedesktop.machine1"
 MACHINED_OBJECT = "/org/freedesktop/machine1"

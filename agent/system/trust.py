@@ -149,7 +149,6 @@ def file_fault(system: System, real_path: str, *, root_owned: bool) -> str:
 
 # Turns failed observations into facts (Absent, Broken or Unseen), or treats a missing directory as an empty one.
 
-
 T = TypeVar("T")
 
 
@@ -179,7 +178,6 @@ def entries_if_present(system: System, directory: str) -> tuple[str, ...]:
 
 
 # Logs and counts files of the agent's own state that it discards because it cannot use them.
-
 
 _counts: Counter[str] = Counter()
 _known: dict[str, FileIdentity | None] = {}

@@ -140,7 +140,7 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
         # are enabled, failed, or in use: unit_may_gc in unit.c). In both cases, the agent's own mark remains.
         has_run = unit.state != "active" and (
             (unit.masked and inactive)
-            or systemd.inactive_enter(unit.path, system) != 0
+            or systemd.get(unit.path, "Unit.InactiveEnterTimestampMonotonic", int, system) != 0
             or (inactive and not unit.starts and has_started(machine, system))
         )
         return replace(
@@ -148,7 +148,7 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
             has_run=has_run,
             # If a unit was masked after systemd had loaded it, systemd always says that the unit needs a reload,
             # because systemd no longer looks for the unit's drop-ins (unit_need_daemon_reload in unit.c).
-            needs_reload=not unit.masked and systemd.needs_reload(unit.path, system),
+            needs_reload=not unit.masked and systemd.get(unit.path, "Unit.NeedDaemonReload", bool, system),
             device_allow=systemd.device_allow(unit.path, system),
         )
     except (BusError, OSError) as error:
@@ -158,7 +158,9 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
 def observe_start(unit: Unit, system: System) -> Seen[int]:
     """Return when the unit last became active, in microseconds since the host booted; 0 if it is not loaded."""
     try:
-        return systemd.active_enter(unit.path, system) if isinstance(unit.state, str) else 0
+        if not isinstance(unit.state, str):
+            return 0
+        return systemd.get(unit.path, "Unit.ActiveEnterTimestampMonotonic", int, system)
     except BusError as error:
         return Unseen(str(error))
 
@@ -176,7 +178,7 @@ def enabling_link(unit: str) -> str:
 def observe_version(system: System) -> Seen[int]:
     """Return the version of the running systemd."""
     try:
-        text = systemd.version(system)
+        text = systemd.get(systemd.SYSTEMD_OBJECT, "Manager.Version", str, system)
     except BusError as error:
         return Unseen(f"the version of systemd: {error}")
     match = re.match(r"v?([0-9]{1,9})(?![0-9])", text)
