@@ -40,13 +40,10 @@ class HostStatus(NamedTuple):
         return Condition(ConditionType.READY, self.status, self.reason, self.message, self.last_transition)
 
 
-def host_status(ready: Condition, now: float) -> HostStatus:
-    """Return the host status with this Ready condition, evaluated at `now`."""
-    return HostStatus(ready.status, ready.reason, one_line(ready.message), ready.last_transition, now)
-
-
-def render_host_status(status: HostStatus) -> bytes:
-    return render_document(VERSION, status)
+def render_host_status(ready: Condition, now: float) -> bytes:
+    """Return the document with this Ready condition, evaluated at `now`."""
+    message = one_line(ready.message)
+    return render_document(VERSION, HostStatus(ready.status, ready.reason, message, ready.last_transition, now))
 
 
 def parse_host_status(data: bytes) -> HostStatus:

@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from signal import SIGKILL, SIGXFSZ
 from typing import BinaryIO, NamedTuple
 
@@ -110,44 +110,6 @@ KILL_MARGIN = 3.0
 """Seconds that a killed program gets to exit."""
 
 
-class Program:
-    """A running program, in a new session without a controlling terminal. Its caller asks for `result`, or kills it."""
-
-    def __init__(self, argv: tuple[str, ...]) -> None:
-        """Start the program, or raise OSError."""
-        program = find_program(argv[0])
-        with ExitStack() as files:
-            self._stdout, self._stderr = (files.enter_context(memory_file(each)) for each in ("stdout", "stderr"))
-            try:
-                # Without preexec_fn, Popen uses vfork. A fork would copy the page tables of the whole service.
-                self._process = subprocess.Popen(
-                    argv,
-                    executable=program,
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._stdout,
-                    stderr=self._stderr,
-                    cwd="/",
-                    env=ENVIRONMENT,
-                    start_new_session=True,
-                )
-            except FileNotFoundError as error:
-                # `find_program` has just found the program. So its interpreter or dynamic loader is missing.
-                raise OSError(errno.ENOEXEC, "not a program that this host can run", program) from error
-            self._files = files.pop_all()
-        self.pid = self._process.pid
-        # The program's output is a file in memory, which counts towards this unit's memory limit: if the program could
-        # print without end, the kernel might kill the service. The limit is set only after the start, because setting
-        # it between fork and exec would rule out vfork. The program could be started by prlimit(1), which sets the
-        # limit first. But if the file is not a program, prlimit(1) makes a shell run the file, instead of failing.
-        with suppress(ProcessLookupError):
-            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
-
-    def result(self, timeout: float) -> Completed:
-        """Wait until the program ends, as `completed` does."""
-        with self._files:
-            return completed(self.pid, self._process.wait, self._stdout, self._stderr, timeout)
-
-
 def completed(pid: int, wait: Callable[[], int], stdout: BinaryIO, stderr: BinaryIO, timeout: float) -> Completed:
     """Return the result of a program when it has ended. `wait` returns its status.
 
@@ -171,20 +133,42 @@ def completed(pid: int, wait: Callable[[], int], stdout: BinaryIO, stderr: Binar
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
-    """Run a program, as a Runner does. If Ctrl-C interrupts this, the program is killed.
+    """Run a program in a new session without a controlling terminal, as a Runner does.
 
-    If not even SIGKILL ends the program, this raises TimeoutError. Until the program has ended, further calls with the
-    same arguments raise TimeoutError too.
+    If Ctrl-C interrupts this, the program is killed. If not even SIGKILL ends the program, this raises TimeoutError;
+    until the program has ended, so do further calls with the same arguments.
     """
     running: list[int] = []
 
     def run() -> Completed:
-        program = Program(argv)
-        running.append(program.pid)
-        try:
-            return program.result(timeout)
-        finally:
-            running.clear()
+        program = find_program(argv[0])
+        with memory_file("stdout") as stdout, memory_file("stderr") as stderr:
+            try:
+                # Without preexec_fn, Popen uses vfork. A fork would copy the page tables of the whole service.
+                process = subprocess.Popen(
+                    argv,
+                    executable=program,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd="/",
+                    env=ENVIRONMENT,
+                    start_new_session=True,
+                )
+            except FileNotFoundError as error:
+                # `find_program` has just found the program. So its interpreter or dynamic loader is missing.
+                raise OSError(errno.ENOEXEC, "not a program that this host can run", program) from error
+            running.append(process.pid)
+            # The program's output is a file in memory, which counts towards this unit's memory limit: if the program
+            # could print without end, the kernel might kill the service. The limit is set only after the start, because
+            # setting it between fork and exec would rule out vfork. The program could be started by prlimit(1), which
+            # sets the limit first. But if the file is not a program, prlimit(1) makes a shell run the file.
+            with suppress(ProcessLookupError):
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
+            try:
+                return completed(process.pid, process.wait, stdout, stderr, timeout)
+            finally:
+                running.clear()
 
     try:
         # All threads involved are daemon threads, so none of them keeps this process from exiting.

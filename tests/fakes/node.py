@@ -7,7 +7,7 @@ from pathlib import Path
 from agent.machine.node_condition import HOST_STATUS, NOTE, TYPE
 from agent.machine.notes import Notes
 from agent.model.conditions import Condition, ConditionType, Reason, true
-from agent.model.contract import host_status, render_host_status
+from agent.model.contract import render_host_status
 from agent.system.process import Completed
 from tests.fakes.api_server import NODES, ApiServer, Object
 from tests.fakes.machine import Machine
@@ -126,7 +126,7 @@ class Node(Machine):
 
     def publish_status(self, condition: Condition = READY, evaluated: float = NOW, since: float = NOW - 1000) -> None:
         dated = Condition(condition.type, condition.status, condition.reason, condition.message, since)
-        self.put(HOST_STATUS, render_host_status(host_status(dated, evaluated)))
+        self.put(HOST_STATUS, render_host_status(dated, evaluated))
 
     def on_node(self) -> dict[str, str]:
         """Return our condition."""

@@ -14,7 +14,6 @@ from agent.host.observe.machine import observe_joined
 from agent.host.state.records import OWNED_FILES, Owned
 from agent.model.conditions import Condition
 from agent.model.contract import (
-    host_status,
     parse_host_status,
     render_host_status,
 )
@@ -404,7 +403,7 @@ def publish_host_status(
         # The status is also written if the clock was set back.
         return old._replace(evaluated=new.evaluated) == new and 0 <= new.evaluated - old.evaluated < FRESH
 
-    documents = {name: render_host_status(host_status(each, now)) for name, each in ready.items()}
+    documents = {name: render_host_status(each, now) for name, each in ready.items()}
     return publish_documents(system, conditions_file, documents, with_state, same=same_and_fresh)
 
 

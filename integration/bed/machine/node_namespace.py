@@ -13,7 +13,7 @@ from pathlib import Path
 from agent.machine.node_condition import HOST_STATUS, NOTE
 from agent.machine.notes import Notes, node_condition_set
 from agent.model.conditions import Condition
-from agent.model.contract import host_status, render_host_status
+from agent.model.contract import render_host_status
 from agent.model.paths import RUNTIME, STATE
 from agent.system.files import System
 from agent.system.process import host_runner
@@ -62,8 +62,8 @@ class NodeNamespace:
 
     def publish_status(self, ready: Condition, evaluated: float | None = None) -> None:
         """Publish the host status, as the host half does."""
-        verdict = host_status(ready, time.time() if evaluated is None else evaluated)
-        self._system.write(HOST_STATUS, render_host_status(verdict))
+        now = time.time() if evaluated is None else evaluated
+        self._system.write(HOST_STATUS, render_host_status(ready, now))
 
     def withdraw(self) -> None:
         """Remove the published host status."""

@@ -12,7 +12,7 @@ from agent.machine.node_condition import AGAIN_WITHIN, HEARTBEAT, HOST_STATUS, T
 from agent.machine.notes import Notes
 from agent.machine.run import run as run_setup
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false
-from agent.model.contract import SILENT_AFTER, host_status, parse_host_status, render_host_status
+from agent.model.contract import SILENT_AFTER, parse_host_status, render_host_status
 from agent.model.errors import DocumentError
 from agent.model.paths import NODE_CONDITION_MARK
 from agent.system import api_server
@@ -148,7 +148,7 @@ def test_a_status_from_the_future_proves_nothing(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b'{"version": 9}', render_host_status(host_status(READY, NOW)).replace(b"True", b"Maybe")]
+    "text", [b"", b"[]", b'{"version": 9}', render_host_status(READY, NOW).replace(b"True", b"Maybe")]
 )
 def test_a_document_of_unknown_format(node: Node, text: bytes) -> None:
     """The document may be from another release. The Node must not stay ready, and Node and report say why."""
@@ -594,7 +594,7 @@ def test_the_outcome_counts_after_the_clock_was_set(node: Node, monkeypatch: pyt
 
 def test_the_host_status_survives_a_round_trip() -> None:
     ready = Condition(ConditionType.READY, Status.FALSE, "A", "b", 5.5)
-    parsed = parse_host_status(render_host_status(host_status(ready, NOW)))
+    parsed = parse_host_status(render_host_status(ready, NOW))
     assert (parsed.ready, parsed.evaluated) == (ready, NOW)
 
 
@@ -615,6 +615,6 @@ def test_the_host_status_survives_a_round_trip() -> None:
     ],
 )
 def test_errors_in_the_host_status_name_the_key(change: dict[str, object], named: str) -> None:
-    document = json.loads(render_host_status(host_status(READY, NOW)))
+    document = json.loads(render_host_status(READY, NOW))
     with pytest.raises(DocumentError, match=named):
         parse_host_status(json.dumps({**document, **change}).encode())
