@@ -12,7 +12,7 @@ import os
 import stat
 
 PART = 64 << 10
-"""Bytes that are read at once of a file whose size is unknown. For larger parts, Python would map new memory."""
+"""Bytes that are read at once: for larger parts, Python would map new memory. The size of a file may be unknown."""
 LEASED = "another process holds a lease on it"
 
 
@@ -70,25 +70,16 @@ def content(probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[b
         descriptor = _regular(probe, status.st_mode, path)
     finally:
         os.close(probe)
+    parts, missing = [], limit + 1
     try:
-        found = _beginning(descriptor, status.st_size, limit + 1)
+        while missing and (part := os.read(descriptor, min(PART, missing))):
+            parts.append(part)
+            missing -= len(part)
     finally:
         os.close(descriptor)
-    if whole and len(found) > limit:
+    if whole and not missing:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
-    return found[:limit], status.st_ctime
-
-
-def _beginning(descriptor: int, size: int, limit: int) -> bytes:
-    """Return at most `limit` bytes of a file whose size is `size`, or is unknown: procfs says 0, and sysfs 4096."""
-    found = os.read(descriptor, min(size + 1 if size else PART, limit))
-    if 0 < len(found) == size:
-        return found
-    parts, missing = [found], limit - len(found)
-    while parts[-1] and missing:
-        parts.append(os.read(descriptor, min(PART, missing)))
-        missing -= len(parts[-1])
-    return b"".join(parts)
+    return b"".join(parts)[:limit], status.st_ctime
 
 
 def stream(place: str) -> int:

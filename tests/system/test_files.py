@@ -255,20 +255,6 @@ def test_a_directory_keeps_its_time_of_birth(tmp_path: Path) -> None:
         system.birth(str(place))
 
 
-def test_a_small_file_is_read_with_one_call(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer of the largest size allowed would be mapped, and unmapped again, for each file of a pass."""
-    system.write("/small", b"small")
-    sizes, read = list[int](), os.read
-
-    def noted(descriptor: int, size: int) -> bytes:
-        sizes.append(size)
-        return read(descriptor, size)
-
-    monkeypatch.setattr(os, "read", noted)
-    assert system.read("/small") == b"small"
-    assert sizes == [6], "one byte more shows whether the file has grown"
-
-
 def test_a_file_of_the_kernel_is_read_in_parts_to_its_end() -> None:
     """Its size is 0, and one read(2) returns at most a few pages."""
     found = System(no_process).read("/proc/kallsyms", 64 << 20)
