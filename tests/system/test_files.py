@@ -62,19 +62,6 @@ def test_a_program_is_found_as_it_would_be_started(system: System) -> None:
     assert system.find_program("tool") == "/usr/sbin/tool"
 
 
-def test_write_replaces_whole_and_sets_the_mode(system: System, tmp_path: Path) -> None:
-    old = os.umask(0o077)
-    try:
-        system.write("/etc/new/file", b"one")
-        system.write("/etc/new/file", b"two", 0o600)
-    finally:
-        os.umask(old)
-    assert system.read("/etc/new/file") == b"two"
-    assert (tmp_path / "etc/new/file").stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "etc/new").stat().st_mode & 0o777 == 0o755
-    assert system.entries("/etc/new") == ("file",)
-
-
 def test_a_new_file_is_its_owners_alone_and_replaces_nothing(tmp_path: Path) -> None:
     """Until its content is complete and its mode is set, nobody else may read it, and no link may lead it elsewhere."""
     (tmp_path / "there").write_text("another program's")
@@ -106,13 +93,6 @@ def test_a_lock_is_its_owners_alone_and_no_link_is_followed(system: System, tmp_
     assert not (tmp_path / "target").exists()
 
 
-def test_a_failed_write_leaves_only_the_old_file(system: System, tmp_path: Path) -> None:
-    (tmp_path / "etc/there").mkdir(parents=True)
-    with pytest.raises(OSError, match="directory"):
-        system.write("/etc/there", b"a file cannot replace a directory")
-    assert system.entries("/etc") == ("there",)
-
-
 def test_an_error_of_a_write_names_the_file(system: System) -> None:
     """The kernel's error for a full file system names none, and the others name a temporary file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -123,12 +103,6 @@ def test_an_error_of_a_write_names_the_file(system: System) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert raised.value.filename == "/etc/new.conf"
-
-
-def test_reading_a_fifo_fails_at_once(system: System, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(OSError, match="not a regular file"):
-        system.read("/fifo")
 
 
 def test_only_regular_files_are_opened_and_no_descriptor_leaks(system: System, tmp_path: Path) -> None:
@@ -155,12 +129,6 @@ def test_a_file_or_link_that_cannot_take_its_place_leaves_nothing(system: System
     with pytest.raises(IsADirectoryError):
         system.link("/place", "target")
     assert os.listdir(tmp_path) == ["place"]
-
-
-def test_reading_has_a_limit(system: System) -> None:
-    system.write("/large", b"x" * 100)
-    with pytest.raises(OSError, match="larger than 99 bytes"):
-        system.read("/large", limit=99)
 
 
 def test_copies_share_no_data(system: System, tmp_path: Path) -> None:
