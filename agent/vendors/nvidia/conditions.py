@@ -157,7 +157,6 @@ def _make_nodes(facts: VendorFacts, addresses: Collection[str] = ()) -> tuple[st
 
 
 def _reload_driver(modules: Set[str]) -> tuple[str, ...]:
-    """Return how to load the installed driver's modules in place of the loaded ones."""
     loaded = [each for each in UNLOAD_ORDER if each in modules] or ["nvidia_uvm", "nvidia"]
     return (
         "unbounded-agent gpus holders  # stop or drain all users first: machines, containers, a display",
@@ -170,7 +169,6 @@ def _reload_driver(modules: Set[str]) -> tuple[str, ...]:
 
 
 def _start_fabric_manager(reason: str, service: FabricService, version: str) -> tuple[str, ...]:
-    """Return how to start the Fabric Manager, or start it again, where it is installed or may be."""
     install = f"apt install nvidia-fabricmanager-{version.partition('.')[0] or 'BRANCH'}"
     exactly = f"exactly version {version or 'of the driver'}"
     enable = "systemctl enable --now nvidia-fabricmanager"
@@ -426,7 +424,6 @@ def _words(answers: Sequence[FabricAnswer]) -> Iterator[str]:
 
 
 def _fabric_advice(service: FabricService) -> Iterator[str]:
-    """Yield where to look, and what to do, if GPUs are not registered."""
     if names := service.missing_modules:
         restart = " and `systemctl restart nvidia-fabricmanager`" if has_unit(service) else ""
         yield (

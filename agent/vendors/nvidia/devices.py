@@ -58,10 +58,7 @@ class Information(Struct, frozen=True):
 
 
 def parse_information(text: str) -> Information:
-    """Parse an `information` file: lines of `Key: value`.
-
-    Until the GPU is initialised, the file has the UUID `GPU-????...`, and an empty `uuid` is returned.
-    """
+    """Parse an `information` file: lines of `Key: value`. Until the GPU is initialised, the UUID is `GPU-????...`."""
     fields = (line.partition(":") for line in text.splitlines())
     values = {key.strip(): value.strip() for key, _, value in fields}
     uuid, minor, model = (values.get(key, "") for key in ("GPU UUID", "Device Minor", "Model"))

@@ -189,10 +189,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def list_devices(system: System, directory: str, timeout: float) -> tuple[str, ...]:
-    """Return the names of the devices in all CDI specifications in a directory, as runtimes read them.
-
-    Raises CommandError. Invalid specifications are ignored: nvidia-ctk only warns of them.
-    """
+    """Return the names of the devices in a directory's valid CDI specifications. Raises CommandError."""
     return tuple(system.run(NVIDIA_CTK, "cdi", "list", f"--spec-dir={directory}", timeout=timeout).split())
 
 
@@ -222,8 +219,7 @@ def with_additions(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the completed specification, and the paths of the added files below the driver root.
 
-    A specification that lacks a main library is returned as it is: `verify` refuses it. `present` has the paths of
-    daemons' sockets that exist in the machine. Raises DocumentError.
+    `present` has the paths of daemons' sockets that exist in the machine. Raises DocumentError.
     """
     common = object_of(document.get("containerEdits", {}), "containerEdits")
     mounts, hooks, env = objects(common, "mounts"), objects(common, "hooks"), [*items(common, "env")]
@@ -386,15 +382,11 @@ def query(system: System, fields: tuple[str, ...], names: Collection[object], li
 
 
 def list_profiles(system: System, limit: float) -> dict[str, str]:
-    """Return the profile of each MIG device, such as `1g.10gb`, by UUID.
-
-    If nvidia-smi cannot open a GPU, its exit code is not 0, but it still lists the MIG devices of the other GPUs.
-
-    Raises AgentError or OSError.
-    """
+    """Return the profile of each MIG device, such as `1g.10gb`, by UUID. Raises AgentError or OSError."""
     try:
         listed = system.run(NVIDIA_SMI, "-L", timeout=limit)
     except ExitCodeError as error:
+        # It cannot open a GPU, but still lists the MIG devices of the others.
         listed = error.stdout
     return {match["uuid"]: match["profile"] for match in map(MIG_DEVICE.match, listed.splitlines()) if match}
 

@@ -89,10 +89,7 @@ class _Libraries(Struct):
     """The real paths of the libraries' directories, in the loader's order."""
 
     def search(self, cache: tuple[CacheEntry, ...], searched: Set[str]) -> None:
-        """Find the libraries that the cache leads to. Raises OSError if an observation failed.
-
-        Libraries in the directories in `searched` are left out, because an earlier search has found them.
-        """
+        """Find the libraries that the cache leads to, except in the directories `searched`. Raises OSError."""
         system = self.system
         # libcuda's directory comes first: it has the complete set.
         for entry in sorted(cache, key=lambda each: _stem(each.soname) != "libcuda"):
@@ -189,9 +186,7 @@ class _Libraries(Struct):
             return version in directory_versions or (name.startswith(PLATFORM) and directory_versions == {""})
 
         def rank(path: str) -> tuple[bool, bool]:
-            """Directories with both main libraries of this version come first: CUDA's compatibility packages have only
-            libcuda. Next come directories with any library of this version.
-            """
+            # CUDA's compatibility packages have only libcuda.
             directory = os.path.dirname(path)
             main = (f"{stem}.so.{version}" for stem in MAIN)
             both = all(f"{directory}/{name}" in self.files.get(name, ()) for name in main)
@@ -396,7 +391,6 @@ def _entries(sources: Sources, place: Place, system: System, trust: PathTrust) -
 
 
 def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
-    """Return all files of the candidate's version, or why there are none."""
     place, system, root, version = candidate.place, candidate.system, candidate.root, candidate.version
     if not isinstance(version, str):
         return UserSpace(version, version, candidate.problems, place=str(place))
@@ -593,10 +587,7 @@ class _Companions(Struct):
     # would load the driver twice.
 
     def rewrite_paths(self, libraries: Sequence[Library]) -> None:
-        """Give the files in which paths have to change their new text.
-
-        Name each path that leads to no library of the driver. Raises OSError if an observation failed.
-        """
+        """Give the files in which paths have to change their new text. Raises OSError if an observation failed."""
         by_source = {each.source: each.target for each in libraries if each.source}
         targets = {each.target for each in libraries}
         for target, file in self.files.items():
@@ -626,11 +617,7 @@ class _Companions(Struct):
             self.files[target] = replace(file, text=self._rewritten(file, pod_path))
 
     def _rewritten(self, file: Library, pod_path: Callable[[str], str]) -> str:
-        """Return the new text of a loader's file; empty if the text stays as it is.
-
-        The text stays as it is in two cases: no path in it has to change; or the file is malformed, too large,
-        unreadable or not for a loader.
-        """
+        """Return the new text of a loader's file; empty for any other, and one without a path that has to change."""
         manifest = file.target.endswith(".json") and any(each in f"/{file.target}" for each in MANIFESTS)
         if not manifest and VENDORS not in f"/{file.target}":
             return ""

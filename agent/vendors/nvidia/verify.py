@@ -106,7 +106,6 @@ def devices_problems(listed: list[Device]) -> Iterator[str]:
 
 
 def _node_problems(device: Device) -> Iterator[str]:
-    """Yield what is wrong with the nodes of one device."""
     name, gpus, instances = device.name, device.gpus, device.instances
     for node in device.nodes:
         # MIG's configuration and NVSwitch reach several GPUs.
@@ -497,7 +496,6 @@ class Sieve:
         return kept if self._stays(faults) else None
 
     def _flag_faults(self, kind: str, flag: tuple[str, ...], nodes: set[str]) -> Iterator[Fault]:
-        """Yield what is wrong with a flag, and its value, of one of NEEDED_HOOKS."""
         fault = f"unexpected hook argument {kind} {' '.join(flag)}"
         match (kind, *flag):
             case ("update-ldcache", "--folder", folder):
