@@ -1,5 +1,7 @@
 """`reset` removes the chains of kube-proxy and CNI plugins, if there were none before the first node."""
 
+from pathlib import Path
+
 import pytest
 
 from agent.host.provision.network import leftovers, observe_chains, observe_network, remove_chains
@@ -40,8 +42,9 @@ def filtering(host: Host) -> Host:
     return host
 
 
-def test_chains_are_found_by_every_iptables(filtering: Host, host: Host) -> None:
+def test_chains_are_found_by_every_iptables(filtering: Host, tmp_path: Path) -> None:
     assert observe_chains(filtering) == (NAT, NAT_6)
+    assert observe_chains(Host(tmp_path / "another")) == (), "a host without iptables"
 
 
 def test_chains_of_network_plugins_are_found_too(host: Host) -> None:
@@ -51,10 +54,6 @@ def test_chains_of_network_plugins_are_found_too(host: Host) -> None:
     host.file("/usr/sbin/iptables-nft-save", executable=True)
     host.command("iptables-nft-save", stdout=f"*filter\n:FORWARD ACCEPT [0:0]\n{lines}COMMIT\n")
     assert observe_chains(host) == (Chains("iptables-nft", "filter", ours),)
-
-
-def test_a_host_without_iptables(host: Host) -> None:
-    assert observe_chains(host) == ()
 
 
 def test_a_program_that_fails_is_remembered(filtering: Host) -> None:
@@ -147,19 +146,19 @@ def test_a_fake_rule_in_a_comment_is_none(filtering: Host) -> None:
     assert [rule[0] for rule in iptables.deleted] == ["PREROUTING"]
 
 
-def test_a_chain_that_stays_keeps_no_other(filtering: Host) -> None:
-    """A rule that leads to it could not be removed. All rules of all chains go nevertheless."""
+@pytest.mark.parametrize(
+    ("refused", "restored"),
+    [
+        ("-X CNI-0123", [["-F CNI-0123", "-F KUBE-SERVICES"], ["-X KUBE-SERVICES"]]),
+        ("PREROUTING", [CHAIN_CHANGES]),
+    ],
+)
+def test_a_chain_or_rule_that_stays_keeps_no_other(filtering: Host, refused: str, restored: list[list[str]]) -> None:
+    """A rule that leads to a chain could not be removed. All rules of all chains go nevertheless."""
     filtering.program_runner = iptables = Iptables(filtering, SAVED)
-    iptables.refused = "-X CNI-0123"
+    iptables.refused = refused
     remove_chains(NAT, filtering)
-    assert iptables.restored == [["-F CNI-0123", "-F KUBE-SERVICES"], ["-X KUBE-SERVICES"]]
-
-
-def test_a_rule_that_cannot_be_removed_keeps_no_chain(filtering: Host) -> None:
-    filtering.program_runner = iptables = Iptables(filtering, SAVED)
-    iptables.refused = "PREROUTING"
-    remove_chains(NAT, filtering)
-    assert iptables.restored == [CHAIN_CHANGES]
+    assert iptables.restored == restored
 
 
 def test_a_chains_name_is_no_text(filtering: Host) -> None:
