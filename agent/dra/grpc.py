@@ -1,13 +1,12 @@
 """The server's side of a gRPC connection: turns HTTP/2 into calls, and responses into HTTP/2. No I/O, no threads.
 
 h2 implements HTTP/2 (RFC 9113) and HPACK. This module adds what gRPC adds: rules for requests, status codes, message
-prefix, time limit and trailers (doc/PROTOCOL-HTTP2.md and doc/statuscodes.md of github.com/grpc/grpc). It sends no more
+prefix and trailers (doc/PROTOCOL-HTTP2.md and doc/statuscodes.md of github.com/grpc/grpc). It sends no more
 than the client's flow control windows allow. grpcio is not used: the release that Debian and Ubuntu package has open
 faults that block a server, holds a thread for each stream, and does not say which process has connected.
 """
 
 import contextlib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -32,9 +31,6 @@ from agent.model.text import one_line
 
 PREFIX = 5
 """Bytes before each message: one says whether it is compressed, and four give its length."""
-TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
-UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
-CONTENT_TYPE = re.compile(rb"application/grpc([+;].*)?", re.DOTALL)
 INCOMPLETE_LIMIT = 1 << 17
 """Bytes that may arrive without completing a frame or headers. h2 would keep any number of them, because it checks a
 frame's length only when the frame is complete."""
@@ -47,7 +43,6 @@ class Code(IntEnum):
     """The status codes with which a call of this server can end."""
 
     OK = 0
-    DEADLINE_EXCEEDED = 4
     RESOURCE_EXHAUSTED = 8
     UNIMPLEMENTED = 12
     INTERNAL = 13
@@ -83,14 +78,6 @@ def with_prefix(message: bytes) -> bytes:
     return b"\0" + len(message).to_bytes(4, "big") + message
 
 
-def time_limit(value: bytes) -> float:
-    """Return the value, in seconds, of a `grpc-timeout` header. Raises RpcError if it is malformed."""
-    match = TIMEOUT.fullmatch(value)
-    if not match:
-        raise RpcError(Code.INTERNAL, "the grpc-timeout header is malformed")
-    return int(match[1]) * UNIT_SECONDS[match[2]]
-
-
 def trailers(code: Code, message: str = "") -> Headers:
     """Return the headers that end a call. In the message, `%` and all but printable ASCII are percent-encoded."""
     headers = [("grpc-status", str(int(code)))]
@@ -113,8 +100,6 @@ class Call:
     """A call, from its headers until its trailers are sent."""
 
     method: Method
-    deadline: float | None
-    """When the client stops waiting, by time.monotonic()."""
     body: bytearray = field(default_factory=bytearray)
     """What has arrived of the request; empty again once the request is complete."""
     request: bytes = b""
@@ -158,7 +143,7 @@ class Connection:
         """Bytes that are kept of requests, and of responses that the client's windows have held back."""
         return self._incomplete + sum(len(call.body) + len(call.unsent) for call in self.calls.values())
 
-    def receive(self, data: bytes, now: float) -> None:
+    def receive(self, data: bytes) -> None:
         """Handle bytes from the client. Raises ConnectionLostError."""
         try:
             events = self._http2.receive_data(data)
@@ -166,7 +151,7 @@ class Connection:
             if self._incomplete > INCOMPLETE_LIMIT:
                 raise ConnectionLostError("a frame is too long")
             for event in events:
-                self._handle(event, now)
+                self._handle(event)
         except ConnectionLostError:
             raise
         # Catch every exception, not only h2's ProtocolError: a bug must end only this connection.
@@ -191,15 +176,6 @@ class Connection:
             call.trailers = trailers(code, message)
             self._flush(stream, call)
 
-    def expire(self, now: float) -> None:
-        """End the calls whose deadline has passed."""
-        for stream, call in list(self.calls.items()):
-            if call.deadline is not None and call.deadline <= now:
-                # The rest of the response would only delay the error.
-                call.unsent.clear()
-                call.trailers = trailers(Code.DEADLINE_EXCEEDED, "the call's time limit has passed")
-                self._flush(stream, call)
-
     def refuse(self, code: Code, message: str) -> None:
         """End all calls, and announce with GOAWAY that no further call is served. Nothing can be sent after that."""
         for stream, call in list(self.calls.items()):
@@ -208,10 +184,10 @@ class Connection:
         with contextlib.suppress(ProtocolError):
             self._http2.close_connection()
 
-    def _handle(self, event: Event, now: float) -> None:
+    def _handle(self, event: Event) -> None:
         match event:
             case RequestReceived():
-                self._open(event, now)
+                self._open(event)
             case DataReceived():
                 self._http2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
                 self._receive_body(event.stream_id, event.data)
@@ -229,25 +205,16 @@ class Connection:
                 # Other events need no action: for example, acknowledged pings and settings, and priorities.
                 pass
 
-    def _open(self, event: RequestReceived, now: float) -> None:
-        headers = {bytes(name): bytes(value) for name, value in event.headers}
-        if headers.get(b":method") != b"POST":
-            self._send_end(event.stream_id, [(":status", "405")])
-            return
-        if not CONTENT_TYPE.fullmatch(headers.get(b"content-type", b"")):
-            self._send_end(event.stream_id, [(":status", "415")])
-            return
-        try:
-            path = headers.get(b":path", b"").decode(errors="replace")
-            method = self._methods.get(path)
-            if method is None:
-                raise RpcError(Code.UNIMPLEMENTED, f"there is no method {path[:200]}")
-            if headers.get(b"grpc-encoding", b"identity") != b"identity":
-                raise RpcError(Code.UNIMPLEMENTED, "only the encoding identity is supported")
-            timeout = headers.get(b"grpc-timeout")
-            self.calls[event.stream_id] = Call(method, None if timeout is None else now + time_limit(timeout))
-        except RpcError as error:
-            self._send_end(event.stream_id, [*RESPONSE, *trailers(error.code, error.message)])
+    def _open(self, event: RequestReceived) -> None:
+        # Neither the HTTP method nor the content type matters: other clients than the kubelet cannot connect. A client
+        # that no longer waits resets the stream, so the header `grpc-timeout` is ignored.
+        path = next((bytes(value) for name, value in event.headers if name == b":path"), b"").decode(errors="replace")
+        method = self._methods.get(path)
+        if method is None:
+            end = trailers(Code.UNIMPLEMENTED, f"there is no method {path[:200]}")
+            self._send_end(event.stream_id, [*RESPONSE, *end])
+        else:
+            self.calls[event.stream_id] = Call(method)
 
     def _receive_body(self, stream: int, data: bytes, end: bool = False) -> None:
         """Add a part of a request, and start the call at its end. The body must be exactly one message."""

@@ -36,8 +36,6 @@ READ = 1 << 16
 """Bytes that are read from a connection at a time."""
 LINGER = 0.5
 """Seconds that clients have to hang up after the server has announced that it stops."""
-LONGEST_WAIT = 3600.0
-"""Seconds of the longest wait for events. Clients may set time limits too long for a system call (10 000 years)."""
 ACCEPT_PAUSE = 0.1
 """Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
 REPEAT = 10.0
@@ -349,16 +347,15 @@ class Server:
             self._hang_up(peer)
 
     def _pause(self) -> float | None:
-        """Return the seconds until the next deadline or limit, at most LONGEST_WAIT; None if there is none."""
+        """Return the seconds until something is due; None if nothing is."""
         due = [self._end] if self.stopping else []
         due += [self._pushed + self._repeat] if self._streams else []
         for peer in self.peers:
-            due += [call.deadline for call in peer.calls.values() if call.deadline is not None]
             if peer.unsent:
                 due.append(peer.progress + self._limits.stall)
             if not peer.greeted:
                 due.append(peer.connected + self._limits.greeting)
-        return min(LONGEST_WAIT, max(0.0, min(due) - time.monotonic())) if due else None
+        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _run_guarded(self, peer: _Peer, action: Callable[[], None]) -> None:
         """Run an action for a connection that is still open. If the action fails, close the connection."""
@@ -444,12 +441,11 @@ class Server:
             raise ConnectionLostError("the client has hung up")
         peer.active = time.monotonic()
         if not self._announced_stop:
-            peer.receive(data, peer.active)
+            peer.receive(data)
 
     def _check_and_send(self, peer: _Peer, push: bool) -> None:
-        """End expired calls, send what is ready, and close the connection if the client is too slow."""
+        """Send what is ready, and close the connection if the client is too slow."""
         now = time.monotonic()
-        peer.expire(now)
         for stream, call in list(peer.calls.items()) if push else ():
             if isinstance(call.method, Streaming) and call.complete and not call.unsent:
                 peer.send(stream, call.method.current())

@@ -17,13 +17,13 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
-from h2.events import Event, ResponseReceived, StreamEnded, TrailersReceived
+from h2.events import Event, ResponseReceived
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from agent.dra.grpc import Call, Code, Connection, ConnectionLostError, RpcError, time_limit, with_prefix
+from agent.dra.grpc import Call, Code, Connection, ConnectionLostError, RpcError, with_prefix
 from agent.dra.grpc_server import Limits, Server
 from tests.fakes import grpc_process
 from tests.fakes.grpc_process import ECHO
@@ -179,32 +179,6 @@ def test_a_client_that_never_reads_is_sent_away(limits: Limits) -> None:
         wait_for(lambda: not server.peers, LONG)
 
 
-def test_a_very_long_time_limit_is_accepted(server: Server) -> None:
-    """No system call takes 10 000 years."""
-    http2, request = asking("/test.Example/Slow", 1, grpc_timeout="99999999H")
-    with connected(server) as client:
-        client.sendall(request)
-        found: list[object] = []
-        while not any(isinstance(event, StreamEnded) for event in found):
-            found += http2.receive_data(client.recv(65536) or pytest.fail("the server has hung up"))
-    assert any((b"grpc-status", b"0") in event.headers for event in found if isinstance(event, TrailersReceived))
-
-
-def test_a_call_ends_at_its_time_limit_if_the_client_takes_nothing() -> None:
-    """After that, the server waits for events only, and does not wake up again and again."""
-    http2 = H2Connection(H2Configuration(client_side=True))
-    http2.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 0})
-    connection = Connection(METHODS, refuse, 100)
-    connection.receive(asking(ECHO, 0, http2=http2, grpc_timeout="1S")[1], 0.0)
-    connection.send(1, b"x")
-    connection.finish(1, Code.OK)
-    assert connection.calls[1].unsent
-    connection.expire(2.0)
-    assert not connection.calls
-    events = http2.receive_data(connection.to_send())
-    assert any((b"grpc-status", b"4") in event.headers for event in events if isinstance(event, TrailersReceived))
-
-
 def test_calls_that_are_reset_at_once_leave_nothing(server: Server) -> None:
     """CVE-2023-44487."""
     before = threading.active_count()
@@ -226,24 +200,6 @@ def test_calls_that_are_reset_at_once_leave_nothing(server: Server) -> None:
     wait_for(lambda: threading.active_count() <= before + Limits().calls, LONG)
 
 
-@pytest.mark.parametrize(
-    ("changed", "status"),
-    [
-        ({"pseudo_method": "GET"}, "405"),
-        ({"content_type": "text/plain"}, "415"),
-        ({"content_type": "application/grpcx"}, "415"),
-    ],
-)
-def test_other_http_gets_a_status(changed: dict[str, str], status: str) -> None:
-    client, request = asking(ECHO, 1, None, **changed)
-    connection = Connection(METHODS, refuse, 100)
-    connection.receive(request, 0.0)
-    events = client.receive_data(connection.to_send())
-    headers = [dict(event.headers) for event in events if hasattr(event, "headers")]
-    assert headers == [{b":status": status.encode()}]
-    assert not connection.calls
-
-
 def refuse(connection: Connection, stream: int, call: Call) -> None:
     raise RpcError(Code.UNAVAILABLE, "not now")
 
@@ -254,10 +210,9 @@ def refuse(connection: Connection, stream: int, call: Call) -> None:
 def test_any_frames_are_handled_or_end_the_connection(frames: list[tuple[int, int, int, bytes]]) -> None:
     connection = Connection(METHODS, refuse, 100)
     with contextlib.suppress(ConnectionLostError):
-        connection.receive(BEGIN, 0.0)
+        connection.receive(BEGIN)
         for each in frames:
-            connection.receive(frame(*each), 0.0)
-            connection.expire(1.0)
+            connection.receive(frame(*each))
     connection.to_send()
 
 
@@ -271,22 +226,8 @@ def test_damaged_requests_are_handled_or_end_the_connection(data: some.DataObjec
     connection = Connection(METHODS, refuse, 100)
     with contextlib.suppress(ConnectionLostError):
         for start in range(0, len(damaged), 7):
-            connection.receive(bytes(damaged[start : start + 7]), 0.0)
-        connection.expire(1e9)
+            connection.receive(bytes(damaged[start : start + 7]))
     connection.to_send()
-
-
-@pytest.mark.parametrize("value", [b"", b"1", b"S", b"123456789S", b"1.5S", b"-1S", b"1s", b"\xff"])
-def test_a_malformed_time_limit_is_an_error(value: bytes) -> None:
-    with pytest.raises(RpcError, match="grpc-timeout"):
-        time_limit(value)
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds"), [(b"1H", 3600), (b"2M", 120), (b"99999999n", 0.099999999), (b"5m", 0.005)]
-)
-def test_time_limits(value: bytes, seconds: float) -> None:
-    assert time_limit(value) == pytest.approx(seconds)
 
 
 class Flood:

@@ -77,15 +77,12 @@ def connected(server: Server) -> Iterator[socket.socket]:
         yield client
 
 
-def asking(path: str, size: int = 0, http2: H2Connection | None = None, **changed: str) -> tuple[H2Connection, bytes]:
+def asking(path: str, size: int = 0) -> tuple[H2Connection, bytes]:
     """Return a client's connection, and the bytes of a call's request. Without a size, the request does not end."""
-    http2 = http2 or H2Connection(H2Configuration(client_side=True))
+    http2 = H2Connection(H2Configuration(client_side=True))
     http2.initiate_connection()
     headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "localhost"}
-    headers |= {"content-type": "application/grpc", "te": "trailers"}
-    headers |= {name.replace("_", "-"): value for name, value in changed.items() if not name.startswith("pseudo_")}
-    headers |= {f":{name[7:]}": value for name, value in changed.items() if name.startswith("pseudo_")}
-    http2.send_headers(1, list(headers.items()))
+    http2.send_headers(1, [*headers.items(), ("content-type", "application/grpc"), ("te", "trailers")])
     if size:
         http2.send_data(1, with_prefix(bytes(size)), end_stream=True)
     return http2, http2.data_to_send()
