@@ -30,8 +30,6 @@ DIRECTORY_MODE = 0o700
 SOCKET_MODE = 0o600
 BACKLOG = 128
 """How many connections may wait to be accepted. Further clients wait or, if non-blocking, get EAGAIN (connect(2))."""
-ATTEMPTS = 5
-"""How often to try if somebody keeps putting things in the socket's place."""
 READ = 1 << 16
 """Bytes that are read from a connection at a time."""
 LINGER = 0.5
@@ -99,17 +97,11 @@ class ListeningSocket:
             # The mode is set before `bind`, because the file is made with the mode of the socket (unix_bind in the
             # kernel). So there is no moment at which other users can connect.
             os.fchmod(self.socket.fileno(), SOCKET_MODE)
-            for attempt in range(ATTEMPTS):
-                if _is_left_over(place):
-                    os.unlink(self._name, dir_fd=self._directory)
-                else:
-                    _put_aside(self._directory, self._name, self.path)
-                try:
-                    self.socket.bind(place)
-                    break
-                except OSError:
-                    if attempt == ATTEMPTS - 1:
-                        raise
+            if _is_left_over(place):
+                os.unlink(self._name, dir_fd=self._directory)
+            else:
+                _put_aside(self._directory, self._name, self.path)
+            self.socket.bind(place)
             self._identity = _identity(self._name, self._directory)
             self.socket.listen(BACKLOG)
         except OSError:
@@ -135,15 +127,14 @@ class ListeningSocket:
 def _open_directory(outer: int, name: str, path: str) -> int:
     """Return a descriptor of the directory. Creates it if it is missing, and puts aside what is no directory."""
     place = f"/proc/self/fd/{outer}/{name}"
-    for _ in range(ATTEMPTS):
-        with contextlib.suppress(FileNotFoundError):
-            descriptor = opening.open_probe(place, follow=False)
-            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-                return descriptor
-            os.close(descriptor)
-            _put_aside(outer, name, path)
+    for _ in range(2):
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, DIRECTORY_MODE, dir_fd=outer)
+        descriptor = opening.open_probe(place, follow=False)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        _put_aside(outer, name, path)
     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
 
 
