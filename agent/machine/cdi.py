@@ -50,8 +50,6 @@ MODE_SHOWN = 300
 
 
 class _Spec(NamedTuple):
-    """A specification to publish."""
-
     own: OwnSpec
     name: str
     """The name in those of its notes and of its directory."""
@@ -207,7 +205,6 @@ def _mode_spec(
 
 
 def _publish(context: Context, vendor: MachineVendor, spec: _Spec, foreign: Foreign) -> Published:
-    """Bring one published specification up to date. Raises AgentError or OSError."""
     system, notes, own = context.system, context.notes, spec.own
     if not context.owned.make_way(own.path):
         what = f"{own.path} exists and was not written by the agent, so it was left unchanged"
@@ -274,7 +271,6 @@ def _failure(context: Context, spec: _Spec, inputs: str, current: _Candidate | N
 def _attempt(
     context: Context, vendor: MachineVendor, spec: _Spec, foreign: Foreign, current: _Candidate | None, inputs: str
 ) -> Published:
-    """Generate a specification, and publish it if it may replace the current one."""
     system, notes, own, note = context.system, context.notes, spec.own, f"spec-{spec.name}"
     if vendor.driver_files and not (spec.mode or spec.request.driver_root):
         # The generator is not run: to it, an empty --driver-root= would mean the machine's own root.
@@ -328,7 +324,6 @@ def _attempt(
 
 
 def _condition(spec: _Spec, verdict: Verdict, generator: str) -> Condition:
-    """Return the condition of a specification that was published."""
     if verdict.missing:
         names = [*(f"GPU {gpu}" for gpu in verdict.missing_gpus), *verdict.missing_partitions]
         log = ", and the driver's lines (NVRM, Xid) in `dmesg` on the host" if verdict.missing_gpus else ""
@@ -343,10 +338,7 @@ def _condition(spec: _Spec, verdict: Verdict, generator: str) -> Condition:
 
 
 def _generated(context: Context, spec: _Spec, live: Mapping[str, DeviceNumber]) -> tuple[object, Generated]:
-    """Return a new specification that this machine's containerd accepts, and the generator's result with all remarks.
-
-    Raises AgentError or OSError.
-    """
+    """Return a new specification that this machine's containerd accepts, and the generator's result."""
     system, directory = context.system, spec_directory(spec.name)
     system.make_directory(directory)
     try:

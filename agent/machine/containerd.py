@@ -119,7 +119,6 @@ def check_active(context: Context, configured: Condition) -> Condition:
 
 
 def _not_running(unit: Mapping[str, str], *, has_run: bool) -> Condition:
-    """Return RuntimeActive for a containerd that does not run. `has_run` says whether it has since the boot."""
     state = unit.get("ActiveState", "unknown")
     if state == "failed":
         return false(ACTIVE, Reason.FAILED, f"{UNIT} failed: see `journalctl -u containerd` in the machine")
@@ -213,10 +212,7 @@ on a network file system on which root has no rights."""
 
 
 def effective_config(system: System, main: str, version: tuple[int, ...]) -> Table:
-    """Return containerd's effective configuration for a main file and its imports, including defaults.
-
-    Raises CommandError or DocumentError.
-    """
+    """Return containerd's effective configuration for a main file and its imports, including defaults."""
     # From 2.0.0 to 2.0.5, `dump` prints defaults instead of the tables of a version 2 file. `migrate` prints what the
     # daemon uses (cmd/containerd/command/config.go; `server.New` in cmd/containerd/server/server.go).
     verb = "migrate" if (2, 0, 0) <= version < DUMP_MIGRATES else "dump"
@@ -428,10 +424,7 @@ def configure_runtime(context: Context, vendor: MachineVendor, request: Request)
 
 
 def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
-    """Configure containerd for a vendor's runtime, or for CDI alone if it has none, and return RuntimeConfigured.
-
-    Raises AgentError or OSError.
-    """
+    """Configure containerd for a vendor's runtime, or for CDI alone if it has none, and return RuntimeConfigured."""
     system, notes, handler = context.system, context.notes, vendor.handler
     drop_in = context.handoff.containerd_drop_in or drop_in_path(handler)
     # Vendors without a runtime share one note.
@@ -483,7 +476,6 @@ def _condition(problem: str, drop_in: str) -> Condition:
 
 
 def _obstacle(context: Context, handler: RuntimeHandler | None, program: str, drop_in: str) -> Condition | None:
-    """Return RuntimeConfigured if this machine lacks something without which there is nothing to configure."""
     system = context.system
     own = context.notes.load(EFFECTIVE_NOTE).get("address")
     sockets = [path for path in OTHER_RUNTIMES if path != own and system.exists(path)]
@@ -555,10 +547,7 @@ def _enabled_without_drop_in(context: Context, drop_in: str, program: str) -> bo
 
 
 def _inputs_digest(context: Context, program: str, vendor: MachineVendor, drop_in: str) -> str:
-    """Return a digest of everything that the result of `configure_vendor` depends on.
-
-    That is containerd's program, all files that it loads, the vendor's handler and the default runtime.
-    """
+    """Return a digest of everything that the result of `configure_vendor` depends on."""
     system, default = context.system, context.handoff.default_runtime
     parts = [json.dumps([system.identity(program), vendor.handler, default]).encode()]
     main, own = read_optional(system, MAIN), read_optional(system, drop_in)
@@ -622,10 +611,7 @@ def _planned_change(
 
 
 def _baseline(system: System, configuration: Configuration, version: tuple[int, ...]) -> Table:
-    """Return containerd's effective configuration for the main file and its imports alone.
-
-    Raises DocumentError if containerd refuses them; also CommandError and OSError.
-    """
+    """Return containerd's effective configuration for the main file and its imports alone."""
     main, *imported = configuration.documents
     system.write(BASELINE, render_toml(configuration.documents[main] | {"imports": imported}), 0o600)
     try:
@@ -713,7 +699,6 @@ def _note_effective(notes: Notes, effective: Table) -> None:
 
 
 def _problem(context: Context, vendor: MachineVendor, change: _Change, effective: Table) -> str:
-    """Return what is wrong with the effective configuration after the change; empty if nothing is."""
     configuration, default = change.configuration, context.handoff.default_runtime
     found = containerd_tables.problems(configuration.dump, effective, change.document, vendor.handler, default=default)
     problem = "; ".join(found)
@@ -724,7 +709,6 @@ def _problem(context: Context, vendor: MachineVendor, change: _Change, effective
 
 
 def _restore(context: Context, change: _Change, noted: dict[str, Any]) -> None:
-    """Undo the changes in reverse order, and restore the note about the last change."""
     put(context.system, {path: change.before[path] for path in reversed(change.files)})
     context.notes.save(CHANGED, noted)
 
@@ -768,10 +752,7 @@ def program_identity(system: System) -> list[object] | None:
 
 
 def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[str, ...]]:
-    """Return a CDI specification in a form that this machine's containerd accepts, and a remark if it was changed.
-
-    Raises CommandError or OSError.
-    """
+    """Return a CDI specification in a form that this machine's containerd accepts, and a remark if it was changed."""
     groupless, program = without_groups(spec), context.system.find_program("containerd")
     if groupless == spec or not program or not context.system.is_file(program):
         return spec, ()

@@ -181,10 +181,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def imports(path: str, document: Table) -> tuple[str, ...]:
-    """Return a file's imports as absolute patterns; in the file, they may be relative to its directory.
-
-    Raises DocumentError.
-    """
+    """Return a file's imports as absolute patterns; in the file, they may be relative to its directory."""
     listed = document.get("imports", [])
     if not isinstance(listed, list):
         raise DocumentError(f"{path}: key imports is not a list", "repair it: containerd cannot start with it either")
@@ -325,7 +322,6 @@ def problems(
 
 
 def _is_set_by_drop_in(path: tuple[str, ...], handler: RuntimeHandler | None) -> bool:
-    """Return whether the drop-in may set this key, whatever its value was before."""
     if path[-1] in {"enable_cdi", "cdi_spec_dirs", "default_runtime_name"}:
         return True
     return handler is not None and (

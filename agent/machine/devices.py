@@ -126,7 +126,6 @@ def check_devices(context: Context, request: Request, kernel_paths: Collection[s
 
 
 def _open(system: System, paths: list[str]) -> dict[str, int]:
-    """Open the nodes. Return the error numbers by path; 0 means that the node opens."""
     # The path is written here, because importing open_nodes to find it would load the module signal.
     program = f"{posixpath.dirname(__file__)}/open_nodes.py"
     limit = min(max(OPEN_LIMIT, NODE_LIMIT * len(paths)), LONGEST)
@@ -294,7 +293,6 @@ def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
 
 
 def _nodes(system: System, vendor: str) -> Iterable[str]:
-    """Yield the paths below /dev that match a vendor's patterns."""
     for pattern in GPU_NODES[vendor]:
         directory, _, name = f"/dev/{pattern}".rpartition("/")
         if system.is_directory(directory):

@@ -210,7 +210,6 @@ def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign,
 
 
 def _removal(own: OwnSpec, paths: tuple[str, ...]) -> str:
-    """Return what to do against these files of other programs."""
     steps = [_advice(own)] if own.rival in paths else []
     if others := [path for path in paths if path != own.rival]:
         steps.append(f"remove {first_quoted(others, SHOWN)}, and stop what writes it")
@@ -288,7 +287,6 @@ class _Reader:
         return ForeignSpec(path, devices, "" if devices else "is not a valid CDI specification, so runtimes skip it")
 
     def _list(self, path: str, content: bytes, timeout: float) -> list[str]:
-        """Return the names of the devices in a specification with this content. Raises AgentError or OSError."""
         # The file is copied into a separate directory, so that the listed devices are only those of this file.
         directory = f"{MACHINE_STATE}/cdi-foreign"
         # Not splitext: as in Go's filepath.Ext, a name such as `.json` is only a suffix.

@@ -91,7 +91,6 @@ def check_advertised(
 
 
 def _no_kubelet(system: System) -> Condition | None:
-    """Return GPUsAdvertised if the kubelet does not serve device plugins; otherwise None."""
     if not system.is_directory(PLUGINS):
         return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
     if system.listening_process(KUBELET_SOCKET) is None:
@@ -101,7 +100,6 @@ def _no_kubelet(system: System) -> Condition | None:
 
 
 def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
-    """Return GPUsAdvertised according to the kubelet's directory alone. Raises OSError."""
     system, notes = context.system, context.notes
     missing = _no_kubelet(system)
     if missing and missing.reason == Reason.NO_KUBELET:
@@ -131,16 +129,12 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
 
 
 def _plugin_sockets(system: System, vendor: MachineVendor) -> dict[str, int | None]:
-    """Return the processes that listen on the sockets of the vendor's plugin, by path; None if nobody listens.
-
-    The id is 0 for a process outside this PID namespace.
-    """
+    """Return the processes that listen on the sockets of the vendor's plugin, by path; None if nobody listens."""
     names = fnmatch.filter(system.some_entries(PLUGINS, NAMES_READ), vendor.plugin_sockets)[:SOCKETS]
     return {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
 
 
 def _read_plugin(system: System, vendor: MachineVendor, ages: Ages) -> Plugin:
-    """Return the vendor's device plugin. Raises DocumentError if the checkpoint is unusable, or OSError."""
     sockets = _plugin_sockets(system, vendor)
     serving = [path for path, process in sockets.items() if process is not None]
     dead = [path for path in sockets if path not in serving]
@@ -268,7 +262,6 @@ def used_plugins(conditions: list[Condition]) -> list[Condition]:
 
 
 def _in_words(names: Iterable[str]) -> str:
-    """Return names of GPUs, devices or sockets, sorted, as a message shows them."""
     return first_quoted(sorted(names), NAMES_SHOWN, NAME_SHOWN)
 
 
@@ -403,7 +396,6 @@ def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Cond
 
 
 def _dra_status(system: System, notes: Notes) -> DraStatus | Condition:
-    """Return what agent.dra reports; GPUsAdvertised if that says nothing about offers."""
     if missing := _no_kubelet(system):
         return missing
     status, silent = DraStatus(0.0), ""

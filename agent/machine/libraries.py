@@ -18,9 +18,8 @@ from agent.system.files import System
 KIND = ConditionType.LIBRARIES_LINKED
 TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 """Debian's multiarch directories below /usr/lib, by architecture. Driver roots have this layout."""
-TRIPLET_32 = "i386-linux-gnu"
-BINARIES = "/usr/bin"
-SUBDIRECTORIES = ("", "vdpau", "gbm")
+LIBRARIES_32 = "/usr/lib/i386-linux-gnu"
+SUBDIRECTORIES = ("", "/vdpau", "/gbm")
 """The library directory itself, and its two subdirectories for plugins, which libraries load by path."""
 FOREIGN = ""
 """Stands in place of a link's target for an entry that is not a link."""
@@ -29,32 +28,6 @@ ENTRY = re.compile(r"\t(?P<name>\S+) \((?P<abi>[^\s)]+?)(?:, [^)]*)?\) => (?P<pa
 """A line of `ldconfig -p` (print_entry in glibc's elf/cache.c). `hwcap:` and `OS ABI:` may follow the ABI."""
 LDCONFIG_PENDING = f"{STATE}/ldconfig-owed"
 """This file exists while ldconfig must still run because links were changed. Like the links, it is on disk."""
-
-
-class LinkDirectories(NamedTuple):
-    """The machine's directories that have links into a driver root."""
-
-    by_root_directory: Mapping[str, str]
-    """Directories in the machine, by the directory in the driver root to which their links lead."""
-    data: tuple[str, ...] = ()
-    """Directories with configuration for loaders, relative to `/`. They have the same path in the driver root."""
-
-    def all(self) -> tuple[str, ...]:
-        """Return the absolute path of every directory that may have one of the agent's links."""
-        libraries = sorted(set(self.by_root_directory.values()) - {BINARIES})
-        places = (posixpath.join(each, sub).rstrip("/") for each in libraries for sub in SUBDIRECTORIES)
-        return (*places, BINARIES, *(f"/{each}" for each in self.data))
-
-    def link_to(self, file: str) -> str | None:
-        """Return the path of the link to a file, which is given by its path below the driver root.
-
-        Return None for a file that only containers need, such as firmware.
-        """
-        for root_directory, directory in self.by_root_directory.items():
-            rest = file.removeprefix(f"{root_directory}/")
-            if rest != file and posixpath.dirname(rest) in SUBDIRECTORIES:
-                return f"{directory}/{rest}"
-        return f"/{file}" if posixpath.dirname(file) in self.data else None
 
 
 class LinkPlan(NamedTuple):
@@ -67,23 +40,35 @@ class LinkPlan(NamedTuple):
     """Paths of wanted links where another file or link is in the way."""
 
 
-def link_directories(architecture: str, existing: Set[str], data: tuple[str, ...] = ()) -> LinkDirectories:
-    """Return the machine's directories for links. `existing` has those of the possible ones that exist."""
-    triplet = TRIPLETS.get(architecture, f"{architecture}-linux-gnu")
-    multiarch, for_32_bit = f"/usr/lib/{triplet}", f"/usr/lib/{TRIPLET_32}"
-    by_root_directory = {multiarch[1:]: multiarch if multiarch in existing else "/usr/lib64", "usr/bin": BINARIES}
+def link_directories(architecture: str, existing: Set[str], data: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return the machine's directories for links, by the directory in the driver root to which their links lead.
+
+    `existing` has those of the possible ones that exist. `data` has directories with configuration for loaders,
+    relative to `/`. They have the same path in the driver root.
+    """
+    multiarch = f"/usr/lib/{TRIPLETS.get(architecture, f'{architecture}-linux-gnu')}"
+    libraries = {multiarch: multiarch if multiarch in existing else "/usr/lib64"}
     # A machine without a directory for 32-bit libraries has no 32-bit loader that could use them.
-    if for_32_bit in existing:
-        by_root_directory[for_32_bit[1:]] = for_32_bit
-    return LinkDirectories(by_root_directory, data)
+    libraries |= {LIBRARIES_32: LIBRARIES_32} if LIBRARIES_32 in existing else {}
+    places = {f"{root}{sub}": f"{place}{sub}" for root, place in libraries.items() for sub in SUBDIRECTORIES}
+    return {root[1:]: place for root, place in places.items()} | {each: f"/{each}" for each in ("usr/bin", *data)}
 
 
-def wanted_links(request: Request, directories: LinkDirectories) -> dict[str, str]:
+def link_to(file: str, directories: Mapping[str, str]) -> str | None:
+    """Return the path of the link to a file, which is given by its path below the driver root.
+
+    Return None for a file that only containers need, such as firmware.
+    """
+    directory = directories.get(posixpath.dirname(file))
+    return directory and f"{directory}/{posixpath.basename(file)}"
+
+
+def wanted_links(request: Request, directories: Mapping[str, str]) -> dict[str, str]:
     """Return the links to all files of the driver root that the machine itself uses: targets by the link's path."""
     return {
         path: posixpath.relpath(f"{request.driver_root}/{file.target}", posixpath.dirname(path))
         for file in request.files
-        if (path := directories.link_to(file.target)) is not None
+        if (path := link_to(file.target, directories))
     }
 
 
@@ -111,7 +96,7 @@ def plan_links(wanted: Mapping[str, str], present: Mapping[str, str]) -> LinkPla
 def link_libraries(context: Context, request: Request, data: tuple[str, ...] = ()) -> Condition:
     """Make the links and run ldconfig if needed, and return LibrariesLinked.
 
-    `data` is as in LinkDirectories. Raises AgentError or OSError.
+    `data` is as in link_directories. Raises AgentError or OSError.
     """
     system, notes, architecture, root = context.system, context.notes, context.handoff.architecture, request.driver_root
     # If the driver root is a symbolic link, nvidia-ctk omits all libraries and exits with 0. If it is empty, the host
@@ -119,11 +104,11 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     if root and not (system.is_directory(root, follow=False) and system.entries(root)):
         advice = "see DriverRootStaged on the host, and the bind of its parent directory in the machine's .nspawn file"
         return false(KIND, Reason.NOT_STAGED, f"{root} is missing, empty or a link in this machine: {advice}")
-    candidates = (f"/usr/lib/{TRIPLETS.get(architecture, architecture)}", f"/usr/lib/{TRIPLET_32}", "/usr/lib64")
+    candidates = (f"/usr/lib/{TRIPLETS.get(architecture, architecture)}", LIBRARIES_32)
     directories = link_directories(architecture, {each for each in candidates if system.is_directory(each)}, data)
     present = {
         f"{directory}/{name}": target or FOREIGN
-        for directory in directories.all()
+        for directory in directories.values()
         if system.is_directory(directory)
         for name, target in system.links(directory).items()
     }
@@ -146,13 +131,13 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     # Without a driver root, ldconfig must run only if links were removed: the loader cache still lists these links.
     if not root and not pending:
         return not_applicable(KIND, "no driver files are granted to this machine")
-    # The links named like a SONAME, such as `libcuda.so.1`, must be in the loader cache.
-    libraries = {*directories.by_root_directory.values()}
+    # The links named like a SONAME, such as `libcuda.so.1`, must be in the loader cache. Plugins are loaded by path.
     needed = {
         link
         for file in request.files
         if file.link and posixpath.basename(file.target).partition(".so.")[2].isdecimal()
-        if (link := directories.link_to(file.target)) and posixpath.dirname(link) in libraries
+        if (link := link_to(file.target, directories))
+        and f"/{posixpath.basename(posixpath.dirname(link))}" not in SUBDIRECTORIES
     }
     # Conflicting files are left out: a file that is not a library would never be in the cache.
     missing, shadowed = _refresh_loader_cache(context, request, needed - {*plan.conflicts}, plan, pending=pending)
@@ -189,10 +174,7 @@ def _describe(system: System, path: str) -> str:
 def _refresh_loader_cache(
     context: Context, request: Request, needed: set[str], plan: LinkPlan, *, pending: bool
 ) -> tuple[list[str], dict[str, str]]:
-    """Run ldconfig if needed, and return the remaining faults of the loader cache.
-
-    These are the links that are not in it, and what programs load instead of a link, by the link's path.
-    """
+    """Run ldconfig if needed, and return the remaining faults of the loader cache."""
     # ldconfig deletes dangling links, so it runs only after the links are made, and not while a driver root that the
     # handoff names is missing.
     system, notes, name = context.system, context.notes, f"loader-cache-{request.vendor}"
@@ -216,10 +198,7 @@ def _refresh_loader_cache(
 
 
 def _failure(context: Context, name: str, missing: list[str]) -> Failure:
-    """Return the note of a run of ldconfig that left libraries out of the cache, with all that the run depends on.
-
-    While nothing of that has changed, ldconfig would leave the same libraries out again.
-    """
+    """Return the note of a run of ldconfig that left libraries out of the cache, with all that the run depends on."""
     system, directory = context.system, LOADER_CONFIGURATION
     entries = system.entries(directory) if system.is_directory(directory) else ()
     files = (LOADER_MAIN, *(f"{directory}/{each}" for each in entries))

@@ -144,10 +144,7 @@ def run(system: System) -> None:
 def _set_condition(
     system: System, kubelet: Kubelet, applied: Applied | None, ages: Ages
 ) -> tuple[Applied | None, Condition]:
-    """Set the condition on the Node if it has changed or a heartbeat is due.
-
-    Return the condition that the agent last set on this Node (None if none is noted), and NodeConditionSet.
-    """
+    """Set the condition on the Node if it has changed or a heartbeat is due."""
     problem = None
     try:
         host_status = parse_host_status(system.read(HOST_STATUS))
@@ -226,7 +223,6 @@ def _remove_condition(system: System, kubelet: Kubelet, applied: Applied | None)
 
 
 def _recorded_node(system: System) -> str | None:
-    """Return the name of the Node that is recorded as having the agent's condition; None without a record."""
     try:
         return system.read_text(NODE_CONDITION_MARK).strip()
     except FileNotFoundError:

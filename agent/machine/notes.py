@@ -89,10 +89,7 @@ def ages_in(note: Mapping[str, Any]) -> Ages:
 
 @contextlib.contextmanager
 def noted_ages(notes: Notes) -> Iterator[Ages]:
-    """Yield the ages as the last run knew them, and keep them for the next run.
-
-    If the note cannot be read or written, that is ignored: the note only matters if somebody sets the wall clock.
-    """
+    """Yield the ages as the last run knew them, and keep them for the next run."""
     ages = Ages()
     with contextlib.suppress(OSError):
         ages = ages_in(notes.load("ages"))
@@ -312,10 +309,7 @@ class Failure(NamedTuple):
         return details
 
     def save(self, **details: str | tuple[str, ...]) -> None:
-        """Note that an attempt failed. The next run tries again; later waits are as long as the failure has lasted.
-
-        If that cannot be noted, the next run tries again.
-        """
+        """Note that an attempt failed. The next run tries again; later waits are as long as the failure has lasted."""
         with contextlib.suppress(OSError):
             noted = self.notes.load(self.name)
             first = noted.get("since") if noted.get("state") == self.state else None

@@ -53,7 +53,6 @@ def _gather(reader: int, count: int, deadline: float) -> dict[int, int]:
 
 
 def _open_all(paths: list[str], writer: int) -> None:
-    """Open all nodes, in the child process. Never returns."""
     # The child must not keep our output open: the caller reads it to its end, and would wait for a hanging child.
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 1)

@@ -120,10 +120,7 @@ def run(system: System) -> int:
 
 
 def _rounds(system: System) -> Iterator[Outcome]:
-    """Settle each new handoff, yield the outcome, and then report it, in at most ROUNDS rounds.
-
-    Raises AgentError or OSError if the handoff is unusable, or no report can be written.
-    """
+    """Settle each new handoff, yield the outcome, and then report it, in at most ROUNDS rounds."""
     reported = None
     for rounds_left in reversed(range(ROUNDS)):
         try:
@@ -276,7 +273,6 @@ def _newest(system: System) -> Handoff | None:
 
 
 def _settle_request(context: Context, request: Request) -> Outcome:
-    """Bring the machine in line with one request of the handoff, and return the result."""
     if request.vendor == OTHER_DEVICES:
         return Outcome(devices.settle_others(context, request, _newest(context.system)))
     vendor = VENDORS.get(request.vendor)

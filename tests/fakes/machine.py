@@ -207,6 +207,31 @@ def hang(argv: tuple[str, ...]) -> Completed:
     raise TimeLimitError
 
 
+def failing(number: int, *paths: str) -> Callable[[str], None]:
+    """Return what fails with this errno, like a full disk, for paths with one of these ends."""
+
+    def fail(path: str) -> None:
+        if path.endswith(paths):
+            raise OSError(number, os.strerror(number), path)
+
+    return fail
+
+
+def opening(code: int = 0, *paths: str) -> Answer:
+    """Return an Answer that acts as the program that opens nodes: these nodes fail with this errno."""
+    return lambda argv: Completed(
+        0, "".join(f"{code if path in paths else 0} {path}\n" for path in argv[5:]).encode(), b""
+    )
+
+
+def without_a_gpu() -> dict[str, Any]:
+    """Return the recorded specification without the second GPU."""
+    fewer = recorded_spec()
+    fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
+    fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()
+    return fewer
+
+
 def gpu_machine(tree: Path) -> Machine:
     """Return a machine with two simulated GPUs granted, a staged driver root and all tools, before its first run."""
     machine = Machine(tree)
@@ -223,7 +248,7 @@ def gpu_machine(tree: Path) -> Machine:
     machine.put("/proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {VERSION}\n")
     for tool in ("nvidia-ctk", "nvidia-cdi-hook", "nvidia-container-runtime", "containerd", "ctr"):
         machine.put(f"/usr/bin/{tool}", tool)
-    machine.program("open_nodes", lambda argv: Completed(0, "".join(f"0 {path}\n" for path in argv[5:]).encode(), b""))
+    machine.program("open_nodes", opening())
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
     machine.program("ldconfig", lambda argv: ldconfig(machine, argv))
     machine.program("containerd", lambda argv: containerd(machine, argv))

@@ -11,7 +11,7 @@ from agent.machine.notes import LONGEST
 from agent.machine.run import HANDOFF, run
 from agent.model.paths import GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY, mode_spec_file, spec_file
 from agent.system.process import Completed
-from tests.fakes.machine import DEVICES, GPUS, REQUEST, Machine, hang, nvidia_ctk, recorded_spec
+from tests.fakes.machine import DEVICES, GPUS, REQUEST, Machine, failing, hang, nvidia_ctk, recorded_spec, without_a_gpu
 from tests.fakes.machine import SPEC as RECORDED
 
 MINUTE = 60.0
@@ -20,11 +20,8 @@ MANAGEMENT = RECORDED.parent / "nvidia-ctk-1.19.1-mode-management.json"
 GPU_STATES = f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}"
 
 
-def without_a_gpu(machine: Machine) -> None:
-    fewer = recorded_spec()
-    fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
-    fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()
-    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, fewer))
+def misses(machine: Machine) -> None:
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, without_a_gpu()))
 
 
 def fails(machine: Machine) -> None:
@@ -39,14 +36,14 @@ def asked(machine: Machine) -> int:
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [(without_a_gpu, "GPUMissing"), (fails, "GenerationFailed")], ids=["missing", "hanging"]
+    ("fault", "reason"), [(misses, "GPUMissing"), (fails, "GenerationFailed")], ids=["missing", "hanging"]
 )
 def test_attempts_become_rare(
     machine: Machine, later: Callable[[float], None], fault: Callable[[Machine], None], reason: str
 ) -> None:
     fault(machine)
     attempts, conditions = [], set()
-    for minute in range(60):
+    for minute in range(40):
         attempts += [minute] if asked(machine) else []
         conditions.add((machine.conditions()["CDISpecCurrent"], machine.message("CDISpecCurrent")))
         later(MINUTE)
@@ -56,7 +53,7 @@ def test_attempts_become_rare(
     assert condition == ("False", reason)
 
 
-@pytest.mark.parametrize("fault", [without_a_gpu, fails], ids=["missing", "hanging"])
+@pytest.mark.parametrize("fault", [misses, fails], ids=["missing", "hanging"])
 @pytest.mark.parametrize(
     "change", ["the handoff", "the same handoff", "the GPU states", "a node", "the tool", "the file"]
 )
@@ -124,12 +121,8 @@ def test_a_specification_that_cannot_be_written_is_not_made_each_minute(
     def answer(argv: tuple[str, ...]) -> Completed:
         return nvidia_ctk(machine, argv, of_mode if "--mode=management" in argv else without_a_hook)
 
-    def read_only(path: str) -> None:
-        if path == (mode_spec_file("nvidia", mode) if mode else SPEC):
-            raise OSError(errno.EROFS, "Read-only file system", path)
-
     machine.program("nvidia-ctk", answer)
-    machine.before_write = read_only
+    machine.before_write = failing(errno.EROFS, mode_spec_file("nvidia", mode) if mode else SPEC)
     attempts = []
     for minute in range(10):
         attempts += [minute] if asked(machine) else []

@@ -27,11 +27,14 @@ from tests.fakes.machine import (
     LIBRARIES,
     REQUEST,
     Machine,
+    failing,
     hang,
     nvidia_ctk,
+    opening,
     recorded_spec,
     recorded_syncs,
     systemctl,
+    without_a_gpu,
 )
 
 SPEC = "/etc/cdi/nvidia.yaml"
@@ -282,12 +285,7 @@ def test_a_failed_restart_is_reported_and_retried(machine: Machine, capsys: pyte
 
 def test_containerd_is_restarted_although_the_report_cannot_be_written(machine: Machine) -> None:
     """The file system of the reports may be full. Pods need the new configuration all the same."""
-
-    def full(path: str) -> None:
-        if path == REPORT:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-    machine.before_write = full
+    machine.before_write = failing(errno.ENOSPC, REPORT)
     with pytest.raises(OSError, match="No space"):
         run(machine)
     assert machine.calls[-1] == ("systemctl", "--no-block", "try-restart", "containerd.service")
@@ -295,12 +293,7 @@ def test_containerd_is_restarted_although_the_report_cannot_be_written(machine: 
 
 def test_a_failed_restart_hides_no_failed_report(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     """The run ends with the restart's error, which its caller logs."""
-
-    def full(path: str) -> None:
-        if path == REPORT:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-    machine.before_write = full
+    machine.before_write = failing(errno.ENOSPC, REPORT)
     refused = Completed(1, b"", b"Failed to restart containerd.service: Access denied")
     machine.program("systemctl", lambda argv: systemctl("active", 10)(argv) if argv[1] == "show" else refused)
     with pytest.raises(CommandError, match="Access denied"):
@@ -362,12 +355,7 @@ def test_a_wrong_number_is_named_with_the_expected_one(machine: Machine) -> None
 )
 def test_a_node_that_does_not_open(machine: Machine, code: int, reason: str, retried: bool) -> None:
     """Each error has its own sentence. A temporary one is retried; a GPU that failed is left alone."""
-
-    def answer(argv: tuple[str, ...]) -> Completed:
-        lines = (f"{code if path == '/dev/nvidia1' else 0} {path}\n" for path in argv[5:])
-        return Completed(0, "".join(lines).encode(), b"")
-
-    machine.program("open_nodes", answer)
+    machine.program("open_nodes", opening(code, "/dev/nvidia1"))
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("False", reason)
     assert machine.message("DevicesAllowed").startswith(f"/dev/nvidia1 does not open ({errno.errorcode[code]})")
@@ -382,20 +370,14 @@ def test_a_failed_gpu_that_was_detached_reset_and_attached_is_opened_again(
     machine: Machine, detached: tuple[str, ...]
 ) -> None:
     """Its error held as long as the handoff did not change. Now there is the same handoff again."""
-    failed = ["/dev/nvidia0"]
-
-    def answer(argv: tuple[str, ...]) -> Completed:
-        lines = (f"{errno.EIO if path in failed else 0} {path}\n" for path in argv[5:])
-        return Completed(0, "".join(lines).encode(), b"")
-
-    machine.program("open_nodes", answer)
+    machine.program("open_nodes", opening(errno.EIO, "/dev/nvidia0"))
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
     gpus = tuple(each for each in GPUS if each not in detached)
     kept = tuple(each for each in DEVICES if gpus and each.pci_address not in detached)
     machine.hand(REQUEST._replace(gpus=gpus, devices=kept))
     run(machine)
-    failed.clear()
+    machine.program("open_nodes", opening())
     for device in DEVICES:
         machine.node(device.path, device.major, device.minor)
     machine.hand(REQUEST)
@@ -405,10 +387,10 @@ def test_a_failed_gpu_that_was_detached_reset_and_attached_is_opened_again(
 
 def test_a_failed_gpu_is_opened_again_when_the_host_publishes_the_same_handoff(machine: Machine) -> None:
     """The host does so after `gpus attach`, which says that the GPU was reset."""
-    machine.program("open_nodes", lambda argv: Completed(0, "".join(f"5 {path}\n" for path in argv[5:]).encode(), b""))
+    machine.program("open_nodes", opening(errno.EIO, "/dev/nvidia0"))
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
-    machine.program("open_nodes", lambda argv: Completed(0, "".join(f"0 {path}\n" for path in argv[5:]).encode(), b""))
+    machine.program("open_nodes", opening())
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
     machine.put(HANDOFF, machine.read(HANDOFF))
@@ -562,12 +544,7 @@ def test_a_worse_spec_never_replaces_an_unreadable_one(machine: Machine) -> None
     worse["devices"] += [{**worse["devices"][0], "name": "all"}]
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, worse))
     machine.put("/usr/bin/nvidia-ctk", "another build")
-
-    def fail(path: str) -> None:
-        if path == SPEC:
-            raise OSError(errno.EIO, "Input/output error", path)
-
-    machine.before_read = fail
+    machine.before_read = failing(errno.EIO, SPEC)
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "Failed")
     assert "Input/output error" in machine.message("CDISpecCurrent")
@@ -750,9 +727,7 @@ def test_a_foreign_spec_is_not_overwritten(machine: Machine) -> None:
 def test_a_failed_gpu_costs_only_that_gpu(machine: Machine) -> None:
     """The first run publishes the other GPUs. Later, a specification with fewer GPUs never replaces one with more."""
     machine.hand(REQUEST._replace(cdi_hooks=("update-application-profile",)))
-    fewer = recorded_spec()
-    fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
-    fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()
+    fewer = without_a_gpu()
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, fewer))
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
@@ -775,9 +750,7 @@ def test_a_faulty_spec_is_replaced_although_the_new_one_has_fewer_gpus(machine: 
     faulty = recorded_spec()
     faulty["containerEdits"]["mounts"] = []
     machine.put(SPEC, json.dumps(faulty))
-    fewer = recorded_spec()
-    fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
-    fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()
+    fewer = without_a_gpu()
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, fewer))
     run(machine)
     assert json.loads(machine.read(SPEC)) == completed(fewer)

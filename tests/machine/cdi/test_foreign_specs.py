@@ -290,7 +290,7 @@ def test_attack_many_files_do_not_keep_a_run_from_its_end(machine: Machine, monk
         return nvidia_ctk(machine, argv, recorded_spec())
 
     machine.program("nvidia-ctk", slow)
-    for number in range(600):
+    for number in range(300):
         machine.put(f"/etc/cdi/{number}.json", json.dumps({"n": number}))
     machine.put(REFRESHED, spec("9"))
     status, reason, message = condition(machine)

@@ -10,7 +10,7 @@ from agent.machine.notes import Owned
 from agent.machine.run import run
 from agent.model.handoff import Request
 from agent.model.paths import OWNED
-from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine
+from tests.fakes.machine import EMPTY, REQUEST, Machine, failing, gpu_machine
 
 SPEC = "/etc/cdi/nvidia.yaml"
 REMAINS = "/etc/cdi/.nvidia.yaml.unbounded-agent-new"
@@ -62,12 +62,7 @@ def test_the_file_of_a_killed_writer(machine: Machine) -> None:
 
 def test_a_failed_removal_does_not_cost_the_report(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     own(machine, "/etc/cdi/unbounded-agent.json")
-
-    def refuse(path: str) -> None:
-        if path == OWNED:
-            raise OSError(errno.ENOSPC, "No space left on device", path)
-
-    machine.before_write = refuse
+    machine.before_write = failing(errno.ENOSPC, OWNED)
     run(machine)
     assert "cannot remove leftovers" in capsys.readouterr().err
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")

@@ -4,27 +4,24 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import socket
-import subprocess
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import tomlkit
 
-from agent.machine.containerd import CHANGED, DUMP_MIGRATES, parse, parsed_imports, with_import
+from agent.machine.containerd import CHANGED, parse, parsed_imports, with_import
 from agent.machine.containerd_tables import (
     CRI_2,
     CRI_3,
     IMPORT,
     MAIN,
+    SHIM,
     Configuration,
     covers,
-    cri_of,
     imports,
     parse_version,
     problems,
@@ -38,8 +35,8 @@ from agent.system.process import Completed
 from agent.vendors.machine_vendor import RuntimeHandler
 from agent.vendors.nvidia.machine import edit_runtime_config
 from agent.vendors.nvidia.nvidia_ctk import parse_version as parse_toolkit
-from tests.fakes.containerd_files import DEBIAN_2, MAIN_2, MAIN_3
-from tests.fakes.machine import REQUEST, Machine, containerd, hang, systemctl
+from tests.fakes.containerd_files import MAIN_2, MAIN_3
+from tests.fakes.machine import REQUEST, Machine, containerd, failing, hang, systemctl
 from tests.fakes.node import stat
 
 HANDLER = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
@@ -77,19 +74,6 @@ BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
 RUNTIME_CONFIG = "/etc/nvidia-container-runtime/config.toml"
 
 
-@pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the texts that are parsed as TOML from now on."""
-    texts, loads = list[str](), tomllib.loads
-
-    def parse(text: str) -> dict[str, Any]:
-        texts.append(text)
-        return loads(text)
-
-    monkeypatch.setattr(tomllib, "loads", parse)
-    return texts
-
-
 @pytest.mark.parametrize(
     ("importer", "text"),
     [
@@ -114,15 +98,11 @@ def test_a_file_that_is_imported_later_is_read_too(machine: Machine, importer: s
 
 
 @pytest.mark.parametrize("path", [MAIN, IMPORTED, RUNTIME_CONFIG])
-def test_a_noted_file_that_changes_is_parsed_again(machine: Machine, parsed: list[str], path: str) -> None:
+def test_a_noted_file_that_breaks_is_noticed(machine: Machine, path: str) -> None:
     machine.put(MAIN, f'imports = ["{IMPORT}"]\n{MAIN_3}')
     machine.put(IMPORTED, "version = 3\n")
     run(machine)
-    parsed.clear()
-    text = machine.read(path).decode() + "# changed\n"
-    machine.put(path, text)
-    run(machine)
-    assert text in parsed
+    text = machine.read(path)
     machine.put(path, "=")
     run(machine)
     assert machine.conditions()["RuntimeConfigured"][0] == "False"
@@ -137,6 +117,27 @@ def drop_in(main: str, containerd: tuple[int, ...], *imported: str, default: boo
     return render(configuration, containerd, HANDLER, default=default)
 
 
+def on_read_back(machine: Machine, act: Callable[[Completed], Completed]) -> None:
+    """From now on, `act` gets and returns containerd's dump of its files with the drop-in."""
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        done = containerd(machine, argv)
+        return act(done) if argv[2:3] == (MAIN,) else done
+
+    machine.program("containerd", answer)
+
+
+def die(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+REFUSED = Completed(1, b"", b"containerd: bad")
+
+
+def works(machine: Machine) -> None:
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+
+
 def restarts(machine: Machine) -> int:
     return sum(call[:3] == ("systemctl", "--no-block", "try-restart") for call in machine.calls)
 
@@ -144,96 +145,86 @@ def restarts(machine: Machine) -> int:
 # ---- rendering
 
 
-def test_containerd_1_repeats_the_whole_table() -> None:
-    """containerd 1.x replaces a plugin's table with that of the file loaded last."""
-    table = drop_in(MAIN_2, V17)["plugins"][CRI_2]
-    assert table["sandbox_image"] == "registry.example/pause:3.9"
-    assert table["cni"] == {"bin_dir": "/usr/lib/cni"}
-    assert table["enable_cdi"] is True
-    assert table["cdi_spec_dirs"] == ["/etc/cdi", "/var/run/cdi"]
-    runtimes = table["containerd"]["runtimes"]
-    assert runtimes["runc"]["options"] == {"SystemdCgroup": True}
-    assert runtimes["nvidia"] == {
-        "runtime_type": "io.containerd.runc.v2",
-        "options": {"SystemdCgroup": True, "BinaryName": "/usr/bin/nvidia-container-runtime"},
-    }
-    assert "default_runtime_name" not in table["containerd"]
+OURS = {"SystemdCgroup": True, "BinaryName": HANDLER.binary}
+DIRECTORIES = ["/etc/cdi", "/var/run/cdi"]
+NVIDIA = "containerd.runtimes.nvidia"
+KEPT: dict[str, object] = {NVIDIA: {"runtime_type": SHIM, "base_runtime_spec": "/etc/cri-base.json", "options": OURS}}
+"""A runtime without these settings, such as SystemdCgroup, would start pods outside the kubelet's cgroups."""
+DEFAULT = "version = 2\n" + OTHER_DEFAULT
+OF_ANOTHER_SHIM = MAIN_2 + OTHER_DEFAULT.replace(SHIM, "io.containerd.kata.v2").replace("crun", "kata")
+OFF = f'version = 3\n[plugins."{CRI_3}"]\nenable_cdi = false\ncdi_spec_dirs = ["/srv/cdi", "/etc/cdi"]\n'
+SITES_2 = f'version = 2\n[plugins."{CRI_2}"]\ncdi_spec_dirs = ["/srv/cdi"]\n'
+SITES_3 = SITES_2.replace(CRI_2, CRI_3)
+COUNTS: dict[str, object] = {f"{NVIDIA}.options.SystemdCgroup": True, "cdi_spec_dirs": ["/srv/cdi", *DIRECTORIES]}
+RENDERED: list[tuple[str, tuple[int, ...], tuple[str, ...], str, dict[str, object]]] = [
+    (
+        "1.x replaces a plugin's table with that of the file loaded last: it is repeated",
+        V17,
+        (MAIN_2,),
+        CRI_2,
+        {
+            "sandbox_image": "registry.example/pause:3.9",
+            "cni": {"bin_dir": "/usr/lib/cni"},
+            "enable_cdi": True,
+            "cdi_spec_dirs": DIRECTORIES,
+            "containerd.runtimes.runc.options": {"SystemdCgroup": True},
+            NVIDIA: {"runtime_type": SHIM, "options": OURS},
+            "containerd.default_runtime_name": None,
+        },
+    ),
+    (
+        "1.x: an imported file's table has replaced the main file's already",
+        V17,
+        (MAIN_2, f'[plugins."{CRI_2}"]\nsandbox_image = "other"\n', "[metrics]\n"),
+        CRI_2,
+        {"sandbox_image": "other", "cni": None},
+    ),
+    (
+        "1.x: a table with another runtime, but without runc, would remove the default runtime",
+        V17,
+        ("version = 2\n",),
+        CRI_2,
+        {"containerd.runtimes.runc": {"runtime_type": "default", "snapshotter": ""}, f"{NVIDIA}.snapshotter": ""},
+    ),
+    ("2.x merges tables", V21, (MAIN_2,), CRI_2, {**COUNTS, "cdi_spec_dirs": DIRECTORIES, "enable_cdi": True}),
+    ("2.x has CDI on", V21, (MAIN_3,), CRI_3, {"containerd.runtimes.runc": None, "cni": None, "enable_cdi": None}),
+    ("2.x with CDI off", V21, (OFF,), CRI_3, {"cdi_spec_dirs": ["/srv/cdi", *DIRECTORIES], "enable_cdi": True}),
+    ("1.x: settings of that name", V17, (NAMED,), CRI_2, KEPT),
+    ("2.x: settings of that name", V21, (NAMED,), CRI_2, KEPT),
+    ("1.x: settings of the default", V17, (DEFAULT,), CRI_2, KEPT),
+    ("2.x: settings of the default", V21, (DEFAULT,), CRI_2, KEPT),
+    ("another shim's options", V17, (OF_ANOTHER_SHIM,), CRI_2, {NVIDIA: {"runtime_type": SHIM, "options": OURS}}),
+    ("from 2.3 on, each file has its own version", V24, ("version = 4\n", MAIN_2, SITES_2), CRI_3, COUNTS),
+    ("the same with version 3", V24, ("version = 3\n", MAIN_2, SITES_2), CRI_3, COUNTS),
+    ("the same with version 2", V24, ("version = 2\n", MAIN_3, SITES_3), CRI_2, COUNTS),
+    (
+        "the tables of a file in version 4 are not migrated",
+        V24,
+        ("version = 4\n", MAIN_2.replace("version = 2", "version = 4")),
+        CRI_3,
+        {f"{NVIDIA}.options": {"BinaryName": HANDLER.binary}},
+    ),
+]
 
 
-def test_containerd_1_repeats_the_last_files_table() -> None:
-    """An imported file's table has replaced the main file's already."""
-    other = f'[plugins."{CRI_2}"]\nsandbox_image = "other"\n'
-    table = drop_in(MAIN_2, V17, other, "[metrics]\n")["plugins"][CRI_2]
-    assert table["sandbox_image"] == "other"
-    assert "cni" not in table
-
-
-def test_containerd_1_keeps_its_default_runtimes() -> None:
-    """In containerd 1.x, a table with another runtime, but without runc, would remove the default runtime."""
-    runtimes = drop_in("version = 2\n", V17)["plugins"][CRI_2]["containerd"]["runtimes"]
-    assert runtimes["runc"] == {"runtime_type": "default", "snapshotter": ""}
-    assert runtimes["nvidia"]["runtime_type"] == "io.containerd.runc.v2"
-    assert "snapshotter" in runtimes["nvidia"]
-
-
-@pytest.mark.parametrize(("main", "cri"), [(MAIN_2, CRI_2), (MAIN_3, CRI_3)])
-def test_containerd_2_gets_only_our_settings(main: str, cri: str) -> None:
-    """containerd 2 merges tables; the version and the table's name are the main file's."""
-    document = drop_in(main, V21)
-    assert document["version"] == tomllib.loads(main)["version"]
-    table = document["plugins"][cri]
-    assert table["containerd"]["runtimes"]["nvidia"]["options"]["SystemdCgroup"] is True
-    assert list(table["containerd"]["runtimes"]) == ["nvidia"]
-    assert table.get("enable_cdi") is (True if cri == CRI_2 else None)
-
-
-@pytest.mark.parametrize("version", [V17, V21])
-@pytest.mark.parametrize("main", [NAMED, "version = 2\n" + OTHER_DEFAULT], ids=["of that name", "of the default"])
-def test_the_handler_keeps_settings(main: str, version: tuple[int, ...]) -> None:
-    """A runtime without these settings, such as SystemdCgroup, would start pods outside the kubelet's cgroups."""
-    assert drop_in(main, version)["plugins"][CRI_2]["containerd"]["runtimes"]["nvidia"] == {
-        "runtime_type": "io.containerd.runc.v2",
-        "base_runtime_spec": "/etc/cri-base.json",
-        "options": {"SystemdCgroup": True, "BinaryName": "/usr/bin/nvidia-container-runtime"},
-    }
-
-
-def test_the_options_of_another_shim_are_not_copied() -> None:
-    main = MAIN_2 + OTHER_DEFAULT.replace("io.containerd.runc.v2", "io.containerd.kata.v2").replace("crun", "kata")
-    runtime = drop_in(main, V17)["plugins"][CRI_2]["containerd"]["runtimes"]["nvidia"]
-    assert "base_runtime_spec" not in runtime
-    assert runtime["options"] == {"SystemdCgroup": True, "BinaryName": "/usr/bin/nvidia-container-runtime"}
+@pytest.mark.parametrize(
+    ("containerd", "files", "cri", "expected"), [each[1:] for each in RENDERED], ids=[each[0] for each in RENDERED]
+)
+def test_the_drop_in(
+    containerd: tuple[int, ...], files: tuple[str, ...], cri: str, expected: dict[str, object]
+) -> None:
+    """The version and the table's name are the main file's."""
+    document = drop_in(files[0], containerd, *files[1:])
+    assert document["version"] == tomllib.loads(files[0])["version"]
+    for path, value in expected.items():
+        found: Any = document["plugins"][cri]
+        for each in path.split("."):
+            found = found.get(each) if isinstance(found, dict) else None
+        assert found == value, path
 
 
 def test_default_runtime_only_if_configured() -> None:
     assert drop_in(MAIN_3, V21, default=True)["plugins"][CRI_3]["containerd"]["default_runtime_name"] == "nvidia"
-
-
-def test_users_spec_directories_stay_and_cdi_is_switched_on() -> None:
-    """CDI is enabled even if a version 3 file disables it."""
-    main = f'version = 3\n[plugins."{CRI_3}"]\nenable_cdi = false\ncdi_spec_dirs = ["/srv/cdi", "/etc/cdi"]\n'
-    table = drop_in(main, V21)["plugins"][CRI_3]
-    assert table["enable_cdi"] is True
-    assert table["cdi_spec_dirs"] == ["/srv/cdi", "/etc/cdi", "/var/run/cdi"]
-
-
-@pytest.mark.parametrize(
-    ("main", "imported", "cri"),
-    [("version = 4\n", MAIN_2, CRI_3), ("version = 3\n", MAIN_2, CRI_3), ("version = 2\n", MAIN_3, CRI_2)],
-)
-def test_files_of_other_versions_count_too(main: str, imported: str, cri: str) -> None:
-    """From containerd 2.3 on, each file may have its own version. Without SystemdCgroup, pods of the handler fail."""
-    own = CRI_2 if imported is MAIN_2 else CRI_3
-    directories = f'version = 2\n[plugins."{CRI_2}"]\ncdi_spec_dirs = ["/srv/cdi"]\n'.replace(CRI_2, own)
-    table = drop_in(main, V24, imported, directories)["plugins"][cri]
-    assert table["containerd"]["runtimes"]["nvidia"]["options"]["SystemdCgroup"] is True
-    assert table["cdi_spec_dirs"] == ["/srv/cdi", "/etc/cdi", "/var/run/cdi"]
-
-
-def test_a_table_that_its_file_s_version_does_not_have_does_not_count() -> None:
-    """containerd migrates the tables of a file in version 4 no more."""
-    table = drop_in("version = 4\n", V24, MAIN_2.replace("version = 2", "version = 4"))["plugins"][CRI_3]
-    assert "SystemdCgroup" not in table["containerd"]["runtimes"]["nvidia"]["options"]
 
 
 @pytest.mark.parametrize(
@@ -752,17 +743,11 @@ def test_nvidias_runtime_is_configured_although_cdi_is_on(machine: Machine) -> N
 def test_a_refused_configuration_is_reverted(machine: Machine) -> None:
     """containerd's own error is reported, nothing is restarted, and the next run does not try the same again."""
     machine.put(MAIN, MAIN_2)
-
-    def refuses(argv: tuple[str, ...]) -> Completed:
-        if "dump" in argv and argv[2] == MAIN:
-            return Completed(1, b"", b"containerd: invalid plugin config")
-        return containerd(machine, argv)
-
-    machine.program("containerd", refuses)
+    on_read_back(machine, lambda _: REFUSED)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
     assert machine.conditions()["RuntimeActive"] == ("Unknown", "NotConfigured")
-    assert "invalid plugin config" in machine.message("RuntimeConfigured")
+    assert "containerd: bad" in machine.message("RuntimeConfigured")
     assert machine.read_text(MAIN) == MAIN_2
     assert not machine.exists(DROP_IN)
     assert restarts(machine) == 0
@@ -782,30 +767,22 @@ def killed_run(machine: Machine, kept: int = 2) -> None:
                 raise KeyboardInterrupt
             writes.append(path)
 
-    def killed_at_dump(argv: tuple[str, ...]) -> Completed:
-        if "dump" in argv and argv[2] == MAIN:
-            raise KeyboardInterrupt
-        return containerd(machine, argv)
-
-    machine.program("containerd", killed_at_dump)
+    on_read_back(machine, die)
     machine.before_write = killed
     with pytest.raises(KeyboardInterrupt):
         run(machine)
     machine.before_write = lambda path: None
-    machine.program("containerd", lambda argv: containerd(machine, argv))
+    works(machine)
     assert len(writes) == kept
+
+
+def has_settings(machine: Machine) -> bool:
+    return machine.exists(DROP_IN) and bool(tomllib.loads(machine.read_text(DROP_IN)))
 
 
 def refuse_drop_in(machine: Machine) -> None:
     """From now on, containerd refuses its configuration if the drop-in has any setting."""
-
-    def refuses(argv: tuple[str, ...]) -> Completed:
-        loads_drop_in = "dump" in argv and argv[2] == MAIN and machine.exists(DROP_IN)
-        if loads_drop_in and tomllib.loads(machine.read_text(DROP_IN)):
-            return Completed(1, b"", b"containerd: bad")
-        return containerd(machine, argv)
-
-    machine.program("containerd", refuses)
+    on_read_back(machine, lambda done: REFUSED if has_settings(machine) else done)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
@@ -823,16 +800,10 @@ def test_after_a_killed_run_containerd_is_still_restarted(machine: Machine, kept
 def test_after_a_killed_run_a_drop_in_that_does_not_work_is_emptied(machine: Machine, refused: bool) -> None:
     """The killed run had not read the result back. With such a drop-in, containerd could not start."""
     machine.put(MAIN, MAIN_2)
-
-    def faulty(argv: tuple[str, ...]) -> Completed:
-        answer = containerd(machine, argv)
-        if "dump" not in argv or argv[2] != MAIN or not tomllib.loads(machine.read_text(DROP_IN)):
-            return answer
-        return Completed(1, b"", b"containerd: bad") if refused else Completed(0, MAIN_2.encode(), b"")
-
+    faulty = REFUSED if refused else Completed(0, MAIN_2.encode(), b"")
     killed_run(machine)
     assert machine.exists(DROP_IN)
-    machine.program("containerd", faulty)
+    on_read_back(machine, lambda done: faulty if has_settings(machine) else done)
     for _ in range(2):
         run(machine)
         assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
@@ -855,7 +826,7 @@ def test_after_a_killed_run_a_faulty_change_is_tried_only_once(machine: Machine,
     machine.calls.clear()
     run(machine)
     assert not [call for call in machine.calls if call[0] == "containerd"]
-    machine.program("containerd", lambda argv: containerd(machine, argv))
+    works(machine)
     machine.put("/usr/bin/containerd", "another release")
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
@@ -883,7 +854,7 @@ def test_a_drop_in_that_another_containerd_refuses_is_emptied(machine: Machine) 
     assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
     assert f"emptied {DROP_IN}" in machine.message("RuntimeConfigured")
     assert tomllib.loads(machine.read_text(DROP_IN)) == {}
-    machine.program("containerd", lambda argv: containerd(machine, argv))
+    works(machine)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
     assert tomllib.loads(machine.read_text(DROP_IN))
@@ -895,11 +866,14 @@ def test_after_a_killed_run_only_a_containerd_that_missed_a_file_restarts(machin
     """containerd started during the killed run: before its last write, or after that."""
     machine.put(MAIN, MAIN_2)
     paths: list[str] = []
-    started = 0
+    starts = [0]
 
     def start_containerd() -> None:
-        nonlocal started
-        started = time.monotonic_ns() // 1000
+        starts.append(time.monotonic_ns() // 1000)
+
+    def killed_at_dump(_: Completed) -> NoReturn:
+        start_containerd()
+        die()
 
     def killed(path: str) -> None:
         paths.append(path)
@@ -908,20 +882,14 @@ def test_after_a_killed_run_only_a_containerd_that_missed_a_file_restarts(machin
         if paths.count(f"{MACHINE_STATE}/{CHANGED}.json") == 2 and missed:
             raise KeyboardInterrupt
 
-    def killed_at_dump(argv: tuple[str, ...]) -> Completed:
-        if "dump" in argv and argv[2] == MAIN:
-            start_containerd()
-            raise KeyboardInterrupt
-        return containerd(machine, argv)
-
     machine.before_write = killed
-    machine.program("containerd", killed_at_dump)
+    on_read_back(machine, killed_at_dump)
     with pytest.raises(KeyboardInterrupt):
         run(machine)
     assert {MAIN, DROP_IN} <= {*paths}
     machine.before_write = lambda path: None
-    machine.program("containerd", lambda argv: containerd(machine, argv))
-    machine.program("systemctl", systemctl("active", started))
+    works(machine)
+    machine.program("systemctl", systemctl("active", starts[-1]))
     run(machine)
     assert restarts(machine) == missed
     expected = ("Unknown", "RestartPending") if missed else ("True", "Running")
@@ -957,12 +925,7 @@ def test_a_containerd_whose_dump_shows_no_migrated_tables(machine: Machine) -> N
 def test_a_full_disk_reverts_everything(machine: Machine) -> None:
     """ENOSPC at the second file: the first one is removed, containerd does not restart, and the next run succeeds."""
     machine.put(MAIN, MAIN_2)
-
-    def full(path: str) -> None:
-        if path == MAIN:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-    machine.before_write = full
+    machine.before_write = failing(errno.ENOSPC, MAIN)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
     assert "No space left on device" in machine.message("RuntimeConfigured")
@@ -998,21 +961,19 @@ def test_a_containerd_that_did_not_answer_is_run_again(
     assert machine.read_text(MAIN) == MAIN_2
     assert not machine.exists(DROP_IN)
     assert restarts(machine) == 0
-    machine.program("containerd", lambda argv: containerd(machine, argv))
+    works(machine)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
+def loses(done: Completed) -> Completed:
+    return done._replace(stdout=done.stdout.replace(b"SystemdCgroup = true", b""))
 
 
 def test_a_lost_setting_reverts_everything(machine: Machine) -> None:
     """The scripted containerd merges its files in another way than the agent expects."""
     machine.put(MAIN, MAIN_2)
-
-    def loses(argv: tuple[str, ...]) -> Completed:
-        done = containerd(machine, argv)
-        lost = done.stdout.replace(b"SystemdCgroup = true", b"") if argv[2:3] == (MAIN,) else done.stdout
-        return Completed(0, lost, b"")
-
-    machine.program("containerd", loses)
+    on_read_back(machine, loses)
     run(machine)
     assert "options.SystemdCgroup is lost" in machine.message("RuntimeConfigured")
     assert machine.read_text(MAIN) == MAIN_2
@@ -1023,17 +984,14 @@ def test_a_change_while_a_fault_is_found_is_checked_by_the_next_run(machine: Mac
     main = with_import(MAIN_2.encode(), DROP_IN).decode()
     machine.put(MAIN, main)
 
-    def between(argv: tuple[str, ...]) -> Completed:
-        done = containerd(machine, argv)
-        if argv[2:3] != (MAIN,):
-            return done
+    def between(done: Completed) -> Completed:
         machine.put(MAIN, main + "# second step\n")
-        return Completed(0, done.stdout.replace(b"SystemdCgroup = true", b""), b"")
+        return loses(done)
 
-    machine.program("containerd", between)
+    on_read_back(machine, between)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
-    machine.program("containerd", lambda argv: containerd(machine, argv))
+    works(machine)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
@@ -1042,16 +1000,14 @@ def test_a_change_after_the_reading_is_checked_by_the_next_run(machine: Machine)
     """The main file is replaced by one without the import, while the good result is noted."""
     machine.put(MAIN, MAIN_2)
 
-    def replaced_after(argv: tuple[str, ...]) -> Completed:
-        done = containerd(machine, argv)
-        if argv[2:3] == (MAIN,):
-            machine.put(MAIN, MAIN_2)
+    def replaced_after(done: Completed) -> Completed:
+        machine.put(MAIN, MAIN_2)
         return done
 
-    machine.program("containerd", replaced_after)
+    on_read_back(machine, replaced_after)
     run(machine)
     assert DROP_IN not in machine.read_text(MAIN)
-    machine.program("containerd", lambda argv: containerd(machine, argv))
+    works(machine)
     run(machine)
     assert machine.read_text(MAIN) != MAIN_2
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
@@ -1196,20 +1152,14 @@ def test_a_refused_move_is_reverted(machine: Machine) -> None:
     machine.put(MAIN, f'imports = ["{DROP_IN}"]\n{MAIN_2}')
     run(machine)
     before = {path: machine.read(path) for path in (MAIN, DROP_IN)}
-
-    def misses(argv: tuple[str, ...]) -> Completed:
-        if "dump" in argv and not machine.exists(DROP_IN):
-            return Completed(1, b"", b"containerd: no such file")
-        return containerd(machine, argv)
-
-    machine.program("containerd", misses)
+    on_read_back(machine, lambda done: done if machine.exists(DROP_IN) else REFUSED)
     place(machine, PART)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
     assert {path: machine.read(path) for path in before} == before
     assert not machine.exists(PART)
     machine.put(MAIN, before[MAIN].decode().replace(DROP_IN, IMPORT))
-    machine.program("containerd", lambda argv: containerd(machine, argv))
+    works(machine)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
     assert not machine.exists(DROP_IN)
@@ -1227,20 +1177,16 @@ def test_a_repair_restarts_only_a_containerd_that_missed_the_file(machine: Machi
     """The running process has the same configuration; one that was started meanwhile has not."""
     files = [MAIN, DROP_IN]
 
-    def in_another_order(argv: tuple[str, ...]) -> Completed:
+    def in_another_order(completed: Completed) -> Completed:
         """List the imports as 1.7 does, from a Go map: in a different order each time."""
-        completed = containerd(machine, argv)
-        if argv[1:3] != ("--config", MAIN):
-            return completed
         files.reverse()
         return Completed(0, tomlkit.dumps(tomllib.loads(completed.stdout.decode()) | {"imports": files}).encode(), b"")
 
     machine.put(MAIN, MAIN_2)
-    machine.program("containerd", in_another_order)
+    on_read_back(machine, in_another_order)
     for _ in range(2):
         run(machine)
-        started = time.monotonic_ns() // 1000
-        machine.program("systemctl", systemctl("active", started))
+        machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
     run(machine)
     before = restarts(machine)
     machine.drop(DROP_IN)
@@ -1264,17 +1210,11 @@ def test_a_killed_repair_restarts_only_a_containerd_that_missed_the_file(machine
     run(machine)
     before = restarts(machine)
     machine.drop(DROP_IN)
-
-    def killed_at_dump(argv: tuple[str, ...]) -> Completed:
-        if "dump" in argv and argv[2] == MAIN:
-            raise KeyboardInterrupt
-        return containerd(machine, argv)
-
-    machine.program("containerd", killed_at_dump)
+    on_read_back(machine, die)
     with pytest.raises(KeyboardInterrupt):
         run(machine)
     assert machine.exists(DROP_IN)
-    machine.program("containerd", lambda argv: containerd(machine, argv))
+    works(machine)
     run(machine)
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
     assert restarts(machine) == before
@@ -1398,40 +1338,3 @@ def test_an_endless_version_is_rejected(text: str) -> None:
 def test_an_endless_number_in_containerds_file_is_reported() -> None:
     with pytest.raises(DocumentError, match=f"{MAIN}: not TOML"):
         parse(MAIN, b"x = " + b"9" * 5000)
-
-
-# ---- the real containerd, of whatever version is installed
-
-
-@pytest.mark.skipif(shutil.which("containerd") is None, reason="containerd is not installed")
-@pytest.mark.parametrize(
-    "main",
-    [MAIN_2, DEBIAN_2, MAIN_3, "", NAMED, MAIN_3 + OTHER_DEFAULT.replace(CRI_2, CRI_3)],
-    ids=["version 2", "Debian's", "version 3", "none", "a handler of that name", "another default"],
-)
-def test_a_real_containerd_reads_it_back(main: str, tmp_path: Path) -> None:
-    """Run the real program's `config dump` before and after our drop-in."""
-
-    def tool(*argv: str) -> str:
-        return subprocess.run(("containerd", *argv), capture_output=True, text=True, check=True).stdout
-
-    version = parse_version(tool("--version"))
-    if version < (2, 0, 0):
-        # containerd 1.x does not know version 3: use the same settings in the version that it reads.
-        main = main.replace(MAIN_3, MAIN_2).replace(CRI_3, CRI_2)
-    before = main or f"version = {2 if version < (2, 0, 0) else 3}\n"
-    (tmp_path / "before.toml").write_text(before)
-    verb = "migrate" if (2, 0, 0) <= version < DUMP_MIGRATES else "dump"
-    dump = tomllib.loads(tool("--config", f"{tmp_path}/before.toml", "config", verb))
-    # 1.6 handles the tables in the same way, but has no CDI.
-    configuration = Configuration({MAIN: tomllib.loads(before)}, dump)
-    wanted = render(configuration, max(version, (1, 7, 0)), HANDLER, default=True)
-    (tmp_path / "drop-in.toml").write_text(tomlkit.dumps(wanted))
-    (tmp_path / "after.toml").write_bytes(with_import(before.encode(), f"{tmp_path}/drop-in.toml"))
-    after = tomllib.loads(tool("--config", f"{tmp_path}/after.toml", "config", verb))
-    found = list(problems(dump, after, wanted, HANDLER, default=True))
-    no_cdi = ["enable_cdi is not true", "cdi_spec_dirs does not contain /etc/cdi, /var/run/cdi"]
-    assert found == (no_cdi if version < (1, 7, 0) else [])
-    runtime = cri_of(after)["containerd"]["runtimes"]["nvidia"]
-    assert runtime.get("base_runtime_spec") == ("/etc/cri-base.json" if "base_runtime_spec" in main else "")
-    assert bool(runtime["options"].get("SystemdCgroup")) == ("SystemdCgroup" in main)

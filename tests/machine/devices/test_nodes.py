@@ -15,7 +15,17 @@ from agent.machine.run import run
 from agent.model.handoff import Request
 from agent.model.paths import MACHINE_STATE, OWNED, spec_file
 from agent.system.process import Completed
-from tests.fakes.machine import DEVICES, GPUS, REQUEST, Machine, gpu_machine, nvidia_ctk, recorded_spec
+from tests.fakes.machine import (
+    DEVICES,
+    GPUS,
+    REQUEST,
+    Machine,
+    failing,
+    gpu_machine,
+    nvidia_ctk,
+    opening,
+    recorded_spec,
+)
 from tests.fakes.pod_bundles import bundle, specification
 from tests.fakes.processes import CONTAINER, POD_GROUP, process
 
@@ -138,12 +148,7 @@ def test_a_vendor_that_was_withdrawn_before_the_first_run_is_removed(machine: Ma
 def test_an_unreadable_note_is_not_an_empty_one(machine: Machine) -> None:
     machine.hand(LESS)
     machine.mounts.remove("/dev/nvidia1")
-
-    def fail(path: str) -> None:
-        if path.endswith("/granted-nvidia.json"):
-            raise OSError(errno.EIO, "Input/output error", path)
-
-    machine.before_read = fail
+    machine.before_read = failing(errno.EIO, "/granted-nvidia.json")
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
     assert machine.conditions()["LibrariesLinked"][0] == "True"
@@ -156,12 +161,7 @@ def test_an_unreadable_note_is_not_an_empty_one(machine: Machine) -> None:
 def test_a_full_run_directory_costs_no_report(machine: Machine) -> None:
     """If a withdrawal cannot be noted, only its own condition says so."""
     machine.hand(LESS)
-
-    def full(path: str) -> None:
-        if path.endswith("/granted-nvidia.json"):
-            raise OSError(errno.ENOSPC, "No space left on device", path)
-
-    machine.before_write = full
+    machine.before_write = failing(errno.ENOSPC, "/granted-nvidia.json")
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
     assert "No space left on device" in machine.message("DevicesAllowed")
@@ -335,16 +335,9 @@ def gpus_of(machine: Machine, kind: str) -> list[str]:
     return next(each.get("gpus", []) for each in machine.report()["conditions"] if each["type"] == kind)
 
 
-def opens(*failing: str) -> Callable[[tuple[str, ...]], Completed]:
-    """Return a program that opens all nodes but these."""
-    return lambda argv: Completed(
-        0, "".join(f"{errno.EIO if path in failing else 0} {path}\n" for path in argv[5:]).encode(), b""
-    )
-
-
 def test_a_gpu_that_does_not_open_is_the_only_one_that_the_fault_concerns(tmp_path: Path) -> None:
     machine = gpu_machine(tmp_path)
-    machine.program("open_nodes", opens("/dev/nvidia1"))
+    machine.program("open_nodes", opening(errno.EIO, "/dev/nvidia1"))
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
     assert gpus_of(machine, "DevicesAllowed") == [GPUS[1]]
@@ -352,7 +345,7 @@ def test_a_gpu_that_does_not_open_is_the_only_one_that_the_fault_concerns(tmp_pa
 
 def test_a_shared_node_that_does_not_open_concerns_all_gpus(tmp_path: Path) -> None:
     machine = gpu_machine(tmp_path)
-    machine.program("open_nodes", opens("/dev/nvidia1", "/dev/nvidiactl"))
+    machine.program("open_nodes", opening(errno.EIO, "/dev/nvidia1", "/dev/nvidiactl"))
     run(machine)
     assert gpus_of(machine, "DevicesAllowed") == []
 
@@ -362,7 +355,7 @@ def test_a_missing_node_does_not_keep_the_others_from_being_tried(tmp_path: Path
     machine = gpu_machine(tmp_path)
     machine.drop("/dev/nvidia1")
     del machine.nodes["/dev/nvidia1"]
-    machine.program("open_nodes", opens("/dev/nvidia0"))
+    machine.program("open_nodes", opening(errno.EIO, "/dev/nvidia0"))
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
     assert "/dev/nvidia0 does not open (EIO)" in machine.message("DevicesAllowed")

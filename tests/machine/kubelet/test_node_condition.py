@@ -11,7 +11,7 @@ from agent.machine import node_condition
 from agent.machine.node_condition import AGAIN_WITHIN, HEARTBEAT, HOST_STATUS, TYPE, run_until_current
 from agent.machine.notes import Notes
 from agent.machine.run import run as run_setup
-from agent.model.conditions import Condition, ConditionType, Reason, Status, false
+from agent.model.conditions import ConditionType, Reason, false
 from agent.model.contract import SILENT_AFTER, parse_host_status, render_host_status
 from agent.model.errors import DocumentError
 from agent.model.paths import NODE_CONDITION_MARK
@@ -252,40 +252,29 @@ def test_a_kubelet_in_a_container_whose_cgroup_has_the_units_name_is_not_trusted
 
 
 def test_a_kubelet_that_a_service_starts_is_trusted(node: Node) -> None:
-    """RKE2's and k0s's main process starts the kubelet, which k0s puts into another service's cgroup."""
-    node.drop("/proc/40/cmdline")
-    node.process(20, "/usr/local/bin/k0s", "worker", cgroup="0::/system.slice/k0sworker.service")
-    node.process(30, "/var/lib/k0s/bin/kubelet", "--kubeconfig=/k", cgroup="0::/system.slice/other.service", parent=20)
-    node.services(20)
-    node.put("/k", node.api.kubeconfig(token="another"))
+    started_by_k0s(node)
+    node.put(KUBECONFIG, node.api.kubeconfig(token="another"))
     run(node, NOW)
     assert node.requests == [("PATCH", STATUS, "Bearer another")]
 
 
-def test_a_process_that_gets_the_id_of_the_kubelet_is_not_trusted(node: Node) -> None:
-    """The kubelet ends while systemd is asked."""
-    answer = node.programs["systemctl"]
-
-    def slow(argv: tuple[str, ...]) -> Completed:
-        node.process(40, "kubelet", "--kubeconfig=/evil")
-        return answer(argv)
-
-    node.program("systemctl", slow)
-    run(node, NOW)
-    assert node.outcome() == ("False", "KubeletNotRunning")
-    assert node.requests == []
-
-
-def test_a_process_that_gets_the_id_of_a_services_kubelet_is_not_trusted(node: Node) -> None:
-    """The kubelet that a service has started ends while systemd is asked about the service."""
+def started_by_k0s(node: Node) -> None:
+    """RKE2's and k0s's main process starts the kubelet, which k0s puts into another service's cgroup."""
     node.drop("/proc/40/cmdline")
     node.process(20, "/usr/local/bin/k0s", "worker", cgroup="0::/system.slice/k0sworker.service")
     node.process(30, *KUBELET, cgroup="0::/system.slice/other.service", parent=20)
     node.services(20)
+
+
+@pytest.mark.parametrize("pid", [40, 30], ids=["a kubelet", "a kubelet that a service started"])
+def test_a_process_that_gets_the_id_of_the_kubelet_is_not_trusted(node: Node, pid: int) -> None:
+    """The kubelet ends while systemd is asked."""
+    if pid == 30:
+        started_by_k0s(node)
     answer = node.programs["systemctl"]
 
     def slow(argv: tuple[str, ...]) -> Completed:
-        node.process(30, "kubelet", "--kubeconfig=/evil")
+        node.process(pid, "kubelet", "--kubeconfig=/evil")
         return answer(argv)
 
     node.program("systemctl", slow)
@@ -319,9 +308,7 @@ def test_systemd_is_asked_about_the_kubelet_only_after_its_start(node: Node) -> 
 
 
 def test_systemd_is_asked_about_the_service_that_starts_the_kubelet_only_after_its_start(node: Node) -> None:
-    node.drop("/proc/40/cmdline")
-    node.process(20, "/usr/local/bin/k0s", "worker", cgroup="0::/system.slice/k0sworker.service")
-    node.services(20)
+    started_by_k0s(node)
     for second in (0, 60):
         node.process(30, *KUBELET, cgroup="0::/system.slice/other.service", parent=20)
         run(node, NOW + second)
@@ -592,26 +579,13 @@ def test_the_outcome_counts_after_the_clock_was_set(node: Node, monkeypatch: pyt
 # ---- the document
 
 
-def test_the_host_status_survives_a_round_trip() -> None:
-    ready = Condition(ConditionType.READY, Status.FALSE, "A", "b", 5.5)
-    parsed = parse_host_status(render_host_status(ready, NOW))
-    assert (parsed.ready, parsed.evaluated) == (ready, NOW)
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"version": 2}, "version 2 is unknown"),
-        ({"evaluated": "x"}, "key evaluated must be a number, not a string"),
         ({"evaluated": float("inf")}, "key evaluated must be a time"),
-        ({"evaluated": 1e300}, "key evaluated must be a time"),
         ({"evaluated": -1}, "key evaluated must be a time"),
-        ({"evaluated": True}, "key evaluated must be a number, not a boolean"),
-        ({"last_transition": None}, "key last_transition must be a number, not null"),
         ({"status": "Maybe"}, "must be one of 'True', 'False', 'Unknown', not 'Maybe'"),
-        ({"status": 1}, "key status must be a string"),
-        ({"reason": None}, "key reason must be a string"),
-        ({"message": []}, "key message must be a string"),
     ],
 )
 def test_errors_in_the_host_status_name_the_key(change: dict[str, object], named: str) -> None:

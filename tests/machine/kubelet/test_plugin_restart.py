@@ -14,7 +14,7 @@ import pytest
 from agent.machine.kubelet import PLUGINS, RESTART_INTERVAL
 from agent.machine.notes import Notes
 from tests.fakes.kubelet import PLUGIN_SOCKET, UUIDS, Kubelet
-from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine
+from tests.fakes.machine import EMPTY, REQUEST, Machine, failing, gpu_machine
 from tests.fakes.plugin_restarts import BY_SYSTEMD, CGROUP, CONTAINER, restarts
 
 NOTE = "device-plugin-restart-nvidia"
@@ -157,11 +157,6 @@ def test_a_failed_start_is_reported_and_retried(outdated: Kubelet) -> None:
 
 def test_a_restart_that_cannot_be_noted_is_not_done(outdated: Kubelet) -> None:
     """A restart that is not noted would be repeated each minute."""
-
-    def refuse(path: str) -> None:
-        if NOTE in path:
-            raise OSError(28, "No space left on device")
-
-    outdated.machine.before_write = refuse
+    outdated.machine.before_write = failing(28, f"{NOTE}.json")
     assert outdated.condition() == ("False", "Failed")
     assert not restarts(outdated.machine)

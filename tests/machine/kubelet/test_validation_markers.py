@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from agent.machine.run import run
-from agent.system.process import Completed
 from agent.vendors.nvidia.contract import DIRECTORY
-from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine, systemctl
+from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine, opening, systemctl
 
 DRIVER, TOOLKIT = f"{DIRECTORY}/driver-ready", f"{DIRECTORY}/toolkit-ready"
 KIND = "ValidationMarkersSet"
@@ -90,16 +89,11 @@ def test_a_failure_removes_what_it_refutes(machine: Machine) -> None:
 
 def test_a_fault_of_one_gpu_removes_nothing(machine: Machine) -> None:
     """Without the markers, the plugin would not start again, and the node would offer no GPU at all."""
-    machine.program("open_nodes", lambda argv: Completed(0, opened(argv, failing="/dev/nvidia1"), b""))
+    machine.program("open_nodes", opening(errno.EIO, "/dev/nvidia1"))
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
     assert outcome(machine) == ("True", "Set")
     assert there(machine) == ["driver-ready", "toolkit-ready"]
-
-
-def opened(argv: tuple[str, ...], failing: str) -> bytes:
-    """Return what the program that opens nodes prints if one of them does not open."""
-    return "".join(f"{errno.EIO if path == failing else 0} {path}\n" for path in argv[5:]).encode()
 
 
 def test_a_doubt_removes_nothing(machine: Machine) -> None:

@@ -40,7 +40,7 @@ def test_library_directory_is_the_machines_own() -> None:
     fedora = wanted_links(request, link_directories("x86_64", {"/usr/lib64"}))
     assert fedora["/usr/lib64/libcuda.so.1"] == f"../..{ROOT}/{LIBRARIES}/libcuda.so.1"
     assert "/usr/lib/i386-linux-gnu/libcuda.so.1" not in fedora
-    assert "/usr/lib/aarch64-linux-gnu" in link_directories("aarch64", {"/usr/lib/aarch64-linux-gnu"}).all()
+    assert "/usr/lib/aarch64-linux-gnu" in link_directories("aarch64", {"/usr/lib/aarch64-linux-gnu"}).values()
 
 
 def test_loader_configuration_is_linked_and_removed_with_the_driver(machine: Machine) -> None:
