@@ -410,51 +410,73 @@ def test_nodes_are_opened_again_only_if_they_changed(machine: Machine) -> None:
     assert opened[5:] == ("/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
 
 
+def open_nodes(*paths: str, seconds: str = "5", before: str = "") -> set[str]:
+    """Run the real program, after these statements, and return what it prints."""
+    program = str(Path(__file__).parents[2] / "agent/machine/open_nodes.py")
+    code = f"import errno, os, runpy, sys, time, _thread\n{before}\nsys.argv = {['x', seconds, *paths]!r}\n"
+    code += f"runpy.run_path({program!r}, run_name='__main__')"
+    argv = [sys.executable, "-I", "-S", "-c", code]
+    return set(subprocess.run(argv, capture_output=True, text=True, check=True, timeout=600).stdout.splitlines())
+
+
 def test_open_nodes_program(tmp_path: Path) -> None:
-    """The real program reports what opens, what is missing and what hangs, in bounded time."""
-    from agent.machine import open_nodes
-
-    fifo = tmp_path / "fifo"
+    """The real program reports what opens and what is missing. A FIFO does not block it."""
+    gone, fifo = str(tmp_path / "gone"), str(tmp_path / "fifo")
     os.mkfifo(fifo)
-    paths = ["/dev/null", str(tmp_path / "gone"), str(fifo)]
-    program = [sys.executable, "-I", "-S", open_nodes.__file__, "5", *paths]
-    output = subprocess.run(program, capture_output=True, text=True, check=True, timeout=600).stdout
-    assert set(output.splitlines()) == {f"0 {paths[0]}", f"{errno.ENOENT} {paths[1]}", f"0 {paths[2]}"}
+    assert open_nodes("/dev/null", gone, fifo) == {"0 /dev/null", f"{errno.ENOENT} {gone}", f"0 {fifo}"}
 
 
-def test_open_nodes_program_ends_when_an_open_hangs(tmp_path: Path) -> None:
-    """A child that sleeps in place of open(2) simulates a driver that does not answer."""
-    from agent.machine import open_nodes
+HANGS = "real = os.open; os.open = lambda path, *more: time.sleep(60) if path == '/dev/zero' else real(path, *more)"
+INITIALISES = """
+real = os.open
+def initialise(path, flags, *rest):
+    if path == '/dev/zero' and not flags & os.O_NONBLOCK:
+        raise OSError(errno.EIO, 'the GPU does not initialise', path)
+    return real(path, flags, *rest)
+os.open = initialise"""
+NO_THREAD = """
+real, answers = _thread.start_new_thread, [RuntimeError("can't start new thread")]
+def start(*arguments):
+    if answers: raise answers.pop()
+    return real(*arguments)
+_thread.start_new_thread = start"""
+KILLED = "_thread.start_new_thread = lambda *_: os.kill(os.getpid(), 9)"
 
-    code = (
-        "import runpy, os, sys, time; real = os.open\n"
-        "os.open = lambda path, *rest: time.sleep(60) if path == '/dev/zero' else real(path, *rest)\n"
-        "sys.argv = ['x', '0.5', '/dev/zero', '/dev/null']\n"
-        f"runpy.run_path({open_nodes.__file__!r}, run_name='__main__')"
-    )
+
+@pytest.mark.parametrize(
+    ("before", "zero", "null"),
+    [
+        # A child that sleeps in place of open(2) simulates a driver that does not answer.
+        (HANGS, errno.ETIMEDOUT, 0),
+        # Since release 550, the driver answers a non-blocking open before it initialises the GPU: it always succeeds.
+        (INITIALISES, errno.EIO, 0),
+        # A limit of tasks; for the second node, it works again. Not ETIMEDOUT, which would hold until the next handoff:
+        # a GPU that was never opened would count as one that hangs.
+        (NO_THREAD, errno.EAGAIN, 0),
+        # The kernel kills the child, because memory runs out.
+        (KILLED, errno.EAGAIN, errno.EAGAIN),
+    ],
+    ids=["an open hangs", "the driver's result", "no thread", "killed"],
+)
+def test_open_nodes_program_reports_in_time_and_blames_the_right_one(before: str, zero: int, null: int) -> None:
     begin = time.monotonic()
-    program = [sys.executable, "-c", code]
-    output = subprocess.run(program, capture_output=True, text=True, check=True, timeout=600).stdout
-    assert set(output.splitlines()) == {f"{errno.ETIMEDOUT} /dev/zero", "0 /dev/null"}
+    assert open_nodes("/dev/zero", "/dev/null", seconds="0.5", before=before) == {
+        f"{zero} /dev/zero",
+        f"{null} /dev/null",
+    }
     assert time.monotonic() - begin < 5
 
 
 def test_open_nodes_program_keeps_the_nodes_open(tmp_path: Path) -> None:
     """Without persistence mode, a GPU that nobody has open is shut down, and must be initialised again."""
-    from agent.machine import open_nodes
-
     closed = tmp_path / "closed"
-    code = (
-        "import os, runpy, sys; real = os.close\n"
-        "def close(file):\n"
-        f"    os.readlink(f'/proc/self/fd/{{file}}') == '/dev/zero' and open({str(closed)!r}, 'w')\n"
-        "    real(file)\n"
-        "os.close = close\n"
-        "sys.argv = ['x', '5', '/dev/zero']\n"
-        f"runpy.run_path({open_nodes.__file__!r}, run_name='__main__')"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert (output, closed.exists()) == ("0 /dev/zero\n", False)
+    before = f"""
+real = os.close
+def close(file):
+    os.readlink(f'/proc/self/fd/{{file}}') == '/dev/zero' and open({str(closed)!r}, 'w')
+    real(file)
+os.close = close"""
+    assert (open_nodes("/dev/zero", before=before), closed.exists()) == ({"0 /dev/zero"}, False)
 
 
 @pytest.mark.parametrize(("nodes", "seconds"), [(1, 30), (5, 50), (20, 80)])
@@ -468,51 +490,6 @@ def test_many_gpus_get_more_time_to_open(machine: Machine, nodes: int, seconds: 
     run(machine)
     opened = next(call for call in machine.calls if any("open_nodes" in each for each in call))
     assert (opened[4], len(opened[5:])) == (str(seconds), nodes)
-
-
-def test_open_nodes_program_waits_for_the_drivers_result() -> None:
-    """Since release 550, the driver answers a non-blocking open before it initialises the GPU: it always succeeds."""
-    from agent.machine import open_nodes
-
-    code = (
-        "import errno, os, runpy, sys; real = os.open\n"
-        "def initialise(path, flags, *rest):\n"
-        "    if path == '/dev/zero' and not flags & os.O_NONBLOCK:\n"
-        "        raise OSError(errno.EIO, 'the GPU does not initialise', path)\n"
-        "    return real(path, flags, *rest)\n"
-        "os.open = initialise; sys.argv = ['x', '5', '/dev/zero', '/dev/null']\n"
-        f"runpy.run_path({open_nodes.__file__!r}, run_name='__main__')"
-    )
-    program = [sys.executable, "-c", code]
-    output = subprocess.run(program, capture_output=True, text=True, check=True, timeout=600).stdout
-    assert set(output.splitlines()) == {f"{errno.EIO} /dev/zero", "0 /dev/null"}
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [
-        # No thread can be started (a limit of tasks): for the second node, it works again.
-        'import _thread; real = _thread.start_new_thread; answers = [RuntimeError("can\'t start new thread")]\n'
-        "def start(*arguments):\n"
-        "    if answers: raise answers.pop()\n"
-        "    return real(*arguments)\n"
-        "_thread.start_new_thread = start\n",
-        # The kernel kills the child, because memory runs out.
-        "import os, _thread; _thread.start_new_thread = lambda *_: os.kill(os.getpid(), 9)\n",
-    ],
-    ids=["no thread", "killed"],
-)
-def test_open_nodes_program_does_not_blame_the_driver_for_a_lack_of_resources(failure: str) -> None:
-    """ETIMEDOUT would hold until the next handoff: a GPU that was never opened would count as one that hangs."""
-    from agent.machine import open_nodes
-
-    code = (
-        f"{failure}import runpy, sys; sys.argv = ['x', '5', '/dev/zero', '/dev/null']\n"
-        f"runpy.run_path({open_nodes.__file__!r}, run_name='__main__')"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-    null = errno.EAGAIN if "kill" in failure else 0
-    assert set(output.splitlines()) == {f"{errno.EAGAIN} /dev/zero", f"{null} /dev/null"}
 
 
 # ---- CDI spec

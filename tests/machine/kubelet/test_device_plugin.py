@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,17 +16,11 @@ from agent.model.errors import DocumentError
 from agent.model.paths import OWNED
 from agent.vendors.nvidia.contract import gpu_of
 from tests.fakes.kubelet import BACKLOG, PLUGIN_SOCKET, SPEC, UUIDS, Kubelet
-from tests.fakes.machine import EMPTY, gpu_machine
+from tests.fakes.machine import EMPTY
 
 AHEAD = 7200
 UUID = "7a0e1b2c-0000-4000-8000-0123456789ab"
 OTHER = "GPU-99999999-0000-0000-0000-000000000000"
-
-
-@pytest.fixture
-def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
-    with ExitStack() as stack:
-        yield Kubelet(gpu_machine(tmp_path / "machine"), stack)
 
 
 @pytest.fixture

@@ -2,9 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +28,6 @@ from tests.fakes.machine import (
     REQUEST,
     VERSION,
     Machine,
-    gpu_machine,
     nvidia_ctk,
     recorded_spec,
     systemctl,
@@ -44,18 +40,15 @@ OFFER = VendorOffer("nvidia", GPUS, ("gpu-0000-01-00-0", "gpu-0000-02-00-0"))
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    machine = gpu_machine(tmp_path / "machine")
+def machine(machine: Machine) -> Machine:
     machine.hand(REQUEST, allocation=DRA)
     return machine
 
 
 @pytest.fixture
-def kubelet(machine: Machine) -> Iterator[Kubelet]:
-    with ExitStack() as stack:
-        kubelet = Kubelet(machine, stack)
-        kubelet.listen(KUBELET_SOCKET)
-        yield kubelet
+def kubelet(kubelet: Kubelet) -> Kubelet:
+    kubelet.listen(KUBELET_SOCKET)
+    return kubelet
 
 
 def allocatable(machine: Machine) -> tuple[AllocatableVendor, ...]:

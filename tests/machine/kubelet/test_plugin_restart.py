@@ -5,34 +5,29 @@ The process that listens is this test's; its cgroup is a file of the simulated m
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from agent.machine.kubelet import PLUGINS, RESTART_INTERVAL
 from agent.machine.notes import Notes
 from tests.fakes.kubelet import PLUGIN_SOCKET, UUIDS, Kubelet
-from tests.fakes.machine import EMPTY, REQUEST, Machine, failing, gpu_machine
+from tests.fakes.machine import EMPTY, REQUEST, Machine, failing
 from tests.fakes.plugin_restarts import BY_SYSTEMD, CGROUP, CONTAINER, restarts
 
 NOTE = "device-plugin-restart-nvidia"
 
 
 @pytest.fixture
-def outdated(tmp_path: Path) -> Iterator[Kubelet]:
+def outdated(kubelet: Kubelet) -> Kubelet:
     """The second GPU was added after the plugin had started, and a restart is configured."""
-    with ExitStack() as stack:
-        kubelet = Kubelet(gpu_machine(tmp_path / "machine"), stack)
-        kubelet.serve()
-        kubelet.machine.hand(REQUEST, restart_device_plugin=True)
-        kubelet.machine.put("/usr/local/bin/crictl")
-        kubelet.machine.put(CGROUP, BY_SYSTEMD)
-        kubelet.machine.program("systemd-run", "")
-        kubelet.advertise(gpu=[UUIDS[0]])
-        kubelet.publish_later()
-        yield kubelet
+    kubelet.serve()
+    kubelet.machine.hand(REQUEST, restart_device_plugin=True)
+    kubelet.machine.put("/usr/local/bin/crictl")
+    kubelet.machine.put(CGROUP, BY_SYSTEMD)
+    kubelet.machine.program("systemd-run", "")
+    kubelet.advertise(gpu=[UUIDS[0]])
+    kubelet.publish_later()
+    return kubelet
 
 
 def pass_time(machine: Machine, seconds: float) -> None:

@@ -2,16 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from agent.vendors.nvidia.contract import SPEC, SPEC_KIND
 from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
-from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, gpu_machine, recorded_spec
+from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, recorded_spec
 from tests.fakes.plugin_restarts import BY_SYSTEMD, CGROUP, restarts
 
 Spec = dict[str, Any]
@@ -24,14 +22,11 @@ def plugin_spec() -> Spec:
     return spec
 
 
-@pytest.fixture
-def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
+@pytest.fixture(autouse=True)
+def with_a_spec(kubelet: Kubelet) -> None:
     """Everything is advertised, and the plugin uses a CDI strategy."""
-    with ExitStack() as stack:
-        kubelet = Kubelet(gpu_machine(tmp_path / "machine"), stack)
-        kubelet.serve()
-        kubelet.machine.put(SPEC, json.dumps(plugin_spec()))
-        yield kubelet
+    kubelet.serve()
+    kubelet.machine.put(SPEC, json.dumps(plugin_spec()))
 
 
 def test_a_correct_spec(kubelet: Kubelet) -> None:
