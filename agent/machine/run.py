@@ -208,7 +208,8 @@ def settle(context: Context) -> Outcome:
     conditions = [*devices.note_unknown_nodes(context)]
     requests = (*handoff.requests, *devices.withdrawn_requests(context))
     outcomes = [_settle_request(context, each) for each in requests]
-    conditions += [condition for outcome in outcomes for condition in outcome.conditions]
+    for request, outcome in zip(requests, outcomes, strict=True):
+        conditions += [each._replace(vendors=(request.vendor,)) for each in outcome.conditions]
     if handoff.allocation == DRA:
         vendors = [each.allocatable for each in outcomes if each.allocatable]
         conditions.append(attempt(ConditionType.GPUS_ADVERTISED, lambda: kubelet.settle_offer(context, vendors)))

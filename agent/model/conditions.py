@@ -275,6 +275,8 @@ class Condition(NamedTuple):
     """PCI addresses of the only GPUs that a fault concerns: the others serve pods. Empty if it concerns all."""
     remarks: tuple[str, ...] = ()
     """The Remarks in its message."""
+    vendors: tuple[str, ...] = ()
+    """The vendors whose GPUs it is about; empty if it is about no vendor's."""
     said: tuple[tuple[str, str, str], ...] | None = None
     """Only for FabricReady: the last FabricAnswer of each granted GPU, whatever else is shown. Only another answer of
     the GPU replaces it. None if the GPUs' answers were not evaluated."""
@@ -351,6 +353,7 @@ def worst(conditions: Iterable[Condition]) -> Condition:
         gpus=tuple(dict.fromkeys(gpu for each in said for gpu in each.gpus)) if first.gpus else (),
         advertised=sum(counts) if counts else None,
         remarks=tuple(dict.fromkeys(remark for each in said for remark in each.remarks)),
+        vendors=tuple(dict.fromkeys(vendor for each in said for vendor in each.vendors)),
     )
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from agent.model.conditions import Condition, ConditionType
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
 from agent.model.json_document import HOST, IMAGE, accept_version, decode, get, parse_object, plain
 from agent.model.paths import HANDOFF_NAME, HANDOFF_VERSION
@@ -189,6 +189,7 @@ def render_report(report: Report) -> bytes:
         {"type": each.type, "status": each.status, "reason": each.reason, "message": one_line(each.message)}
         | ({"gpus": each.gpus} if each.gpus else {})
         | ({"remarks": each.remarks} if each.remarks else {})
+        | ({"vendors": each.vendors} if each.vendors and each.status is not Status.TRUE else {})
         for each in report.conditions
     ]
     content = plain(report._replace(changed_files=report.changed_files[:CHANGED_FILES_LIMIT]))

@@ -29,7 +29,7 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         # In long steps: each poll of a machine is a whole pass.
-        self.now += max(seconds, 20.0)
+        self.now += max(seconds, 50.0)
         if self.host.is_running() and self.host.reports:
             self.host.answer()
         if self.passed > self.answers_at and self.given() in self.accepted and self.host.is_running():

@@ -373,6 +373,8 @@ def test_a_failed_gpu_that_was_detached_reset_and_attached_is_opened_again(
     machine.program("open_nodes", opening(errno.EIO, "/dev/nvidia0"))
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
+    vendors = {each["type"]: each.get("vendors") for each in machine.report()["conditions"]}
+    assert (vendors["DevicesAllowed"], vendors["LibrariesLinked"]) == (["nvidia"], None), "only faults name them"
     gpus = tuple(each for each in GPUS if each not in detached)
     kept = tuple(each for each in DEVICES if gpus and each.pci_address not in detached)
     machine.hand(REQUEST._replace(gpus=gpus, devices=kept))

@@ -1,6 +1,5 @@
 """Diagnoses machines from their conditions: symptoms, and the commands that fix each fault. Pure."""
 
-import re
 from collections.abc import Iterable, Mapping, Set
 
 from msgspec import Struct
@@ -370,7 +369,7 @@ def _symptoms(kinds: Iterable[ConditionType], reason: str, environment: Environm
 def _fix(condition: Condition, machine: MachineOutcome, environment: Environment) -> tuple[str, ...]:
     """Return the commands, or sentences, that fix what the condition shows."""
     kind, reason = condition.type, condition.reason
-    vendors = [each for each in environment.vendors if _names_node(condition, each)] or environment.vendors
+    vendors = [each for each in environment.vendors if each.vendor in condition.vendors] or environment.vendors
     special = [host_vendor(each.vendor).remedies(kind, reason, each, environment.modules) for each in vendors]
     # General commands are still needed if one of the vendors has none of its own.
     replaced = special and all(special) and (kind in REPLACED or reason in REPLACED)
@@ -389,12 +388,4 @@ def _fix(condition: Condition, machine: MachineOutcome, environment: Environment
         for each in dict.fromkeys(fix)
         if each != AS_ROOT or not environment.as_root
         for line in ([each.replace(ADDRESS, gpu) for gpu in addresses] if ADDRESS in each and addresses else [each])
-    )
-
-
-def _names_node(condition: Condition, vendor: VendorFacts) -> bool:
-    """Return whether the message names one of the vendor's nodes: then it is about that vendor's GPUs."""
-    # A name may be the beginning of another vendor's: /dev/dri/card1 of /dev/dri/card10.
-    return isinstance(vendor.devices, tuple) and any(
-        re.search(rf"{re.escape(node.path)}(?!\w)", condition.message) for node in vendor.devices
     )

@@ -422,6 +422,7 @@ class _Condition(Struct, frozen=True):
     message: Annotated[str, Meta(max_length=2000)]
     gpus: Annotated[tuple[Address, ...], Meta(max_length=GPUS_LIMIT)] = ()
     remarks: Annotated[tuple[Word, ...], Meta(max_length=10)] = ()
+    vendors: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=10)] = ()
 
 
 class _Fabric(Struct, frozen=True):
@@ -485,6 +486,7 @@ def parse_report(data: bytes) -> Report:
             # Only a fault can concern some GPUs.
             gpus=each.gpus if each.status is Status.FALSE else (),
             remarks=each.remarks,
+            vendors=each.vendors,
         )
         for each in known
     ]

@@ -263,7 +263,8 @@ def _of_vendors(kind: ConditionType, case: Case, goal: MachineGoal) -> Condition
         vendor = next(each for each in case.facts.vendors if each.vendor == grant.vendor)
         if grant.gpus or grant.problems:
             evaluated = host_vendor(grant.vendor).conditions(vendor, grant, fabric)
-            found += [_of_gpus(each, grant.gpus) for each in evaluated if each.type is kind]
+            of_kind = (_of_gpus(each, grant.gpus) for each in evaluated if each.type is kind)
+            found += [each._replace(vendors=(grant.vendor,)) for each in of_kind]
     said = tuple(each[:3] for each in (*answered, *remembered)) if kind is ConditionType.FABRIC_READY else None
     return worst(found)._replace(said=said)
 

@@ -147,6 +147,21 @@ def test_what_a_machine_reports_is_found_and_nothing_else(running: Host) -> None
     assert examine(reconciler(running)).sound
 
 
+def test_a_fault_gets_only_the_commands_of_its_vendor(running: Host) -> None:
+    """What a host finds itself, and what a machine reports."""
+    assert isinstance(running.pci, tuple)
+    running.pci = (*running.pci, PciDevice("0000:0a:00.0", 0x1002, 0x038000, "amdgpu"))
+    reconciler(running).reconcile()
+    (fix,) = (each.fix for each in found(running) if KIND.DEVICES_PRESENT in each.conditions)
+    assert fix
+    assert not any("nvidia" in line for line in fix)
+    failed = false(KIND.DEVICES_ALLOWED, Reason.GPU_FAILED, "simulated")
+    report(running, failed._replace(vendors=("amd",)))
+    assert not any("nvidia-smi" in line for each in found(running) for line in each.fix)
+    report(running, failed._replace(vendors=("nvidia",)))
+    assert any("nvidia-smi" in line for each in found(running) for line in each.fix)
+
+
 def test_a_machine_that_offers_its_gpus_itself_has_no_device_plugin(gpu_host: Host) -> None:
     make_sound(gpu_host)
     answer_of_libcuda(gpu_host, "12040\n")
