@@ -1,15 +1,4 @@
-"""The agent's exceptions. Each says what failed and what to do next. A class of its own is for what somebody catches.
-
-AgentError
-├── ConfigError         the configuration, or an argument, is wrong (exit code 2)
-│   └── NoMachinesError there is no configuration file, or none has a table of machines
-├── ConfigChangedError  other settings were put in force while this process worked
-├── CommandError        a program failed, was not found, or ran out of time
-│   └── ExitCodeError   a program exited with an exit code that means failure
-├── BusError            a service on the system bus could not be reached, or did not answer
-│   └── BusAnswerError  the service answered with an error or an unexpected type
-└── DocumentError       a handoff, record, tool output or other document is malformed, or of an unknown version
-"""
+"""The agent's exceptions. Each says what failed and what to do next. A class is one that somebody tells apart."""
 
 LONG_COMMAND = 200
 """Characters of a command that a message may begin with."""
