@@ -34,7 +34,7 @@ ROUNDS = 8
 """Passes, each after the machines' reports, until a pass changes nothing. Three are usual."""
 PATIENCE = 700.0
 """Seconds after which the host no longer waits for a machine's report, and tries a removal again."""
-EXAMPLES = int(os.environ.get("EVENTS", "15"))
+EXAMPLES = int(os.environ.get("EVENTS", "8"))
 
 slots, machines, minors, booleans = st.sampled_from(SLOTS), st.sampled_from(MACHINES), st.integers(0, 3), st.booleans()
 versions = st.sampled_from(("", *VERSIONS))
