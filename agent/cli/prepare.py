@@ -10,7 +10,7 @@ from agent.host.reconcile import Outcome, Reconciler
 from agent.host.state.gpus import observe_gpus
 from agent.host.state.locks import pass_lock
 from agent.host.state.records import clear_report, mark_start, render_handed
-from agent.host.vendors import LOADERS
+from agent.host.vendors import load_gpu_modules
 from agent.model.errors import ConfigChangedError, ConfigError
 from agent.model.facts import Absent, Unseen, render_live
 from agent.model.paths import MACHINE_ROOTS, handed_roots_file, live_file
@@ -35,9 +35,7 @@ def load_modules(options: argparse.Namespace, reconciler: Reconciler) -> int:
     if not reconciler.config.driver.load_modules:
         report("driver.load_modules is not set: loading kernel modules is left to the host")
         return 0
-    detached = observe_gpus(system).detached
-    for loader in LOADERS:
-        loader(system, reconciler.devices.pci_devices, detached, report)
+    load_gpu_modules(system, reconciler.devices.pci_devices, observe_gpus(system).detached, report)
     return 0
 
 
