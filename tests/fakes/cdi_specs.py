@@ -4,7 +4,7 @@ from typing import Any
 
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, GrantedFile
-from agent.vendors.nvidia.command import HOOK
+from agent.vendors.nvidia.contract import HOOK
 from tests.fakes.machine import GPUS, LIBRARIES, REQUEST, ROOT, VERSION, recorded_spec
 
 DRM = tuple(

@@ -12,6 +12,9 @@ from agent.model.device import DeviceKind
 from agent.model.handoff import FabricAnswer
 from agent.vendors.machine_vendor import Marker
 
+NVIDIA_CTK = "/usr/bin/nvidia-ctk"
+HOOK = "/usr/bin/nvidia-cdi-hook"
+
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
 """Kinds of nodes that every machine with a GPU gets, and that nvidia-ctk gives to every container (common-nvml.go).
 Alone, they give access to no GPU."""

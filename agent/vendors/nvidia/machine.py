@@ -14,8 +14,7 @@ from agent.vendors.cdi import all_edits, object_of, objects, strings
 from agent.vendors.cdi import devices as devices_of
 from agent.vendors.machine_vendor import EDIT_LIMIT, MachineVendor, RuntimeHandler
 from agent.vendors.nvidia import contract, nvidia_ctk, verify
-from agent.vendors.nvidia.command import HOOK, NVIDIA_CTK
-from agent.vendors.nvidia.contract import SPEC_KIND, has_fabric, is_registered
+from agent.vendors.nvidia.contract import HOOK, NVIDIA_CTK, SPEC_KIND, has_fabric, is_registered
 from agent.vendors.nvidia.file_groups import DATA_DIRECTORIES
 from agent.vendors.nvidia.verify import BY_UUID, KIND, devices
 

@@ -19,8 +19,7 @@ from agent.system.files import System
 from agent.vendors.cdi import items, normalised, object_of, objects, strings, with_nodes
 from agent.vendors.machine_vendor import CdiMode, Generated, looked_up
 from agent.vendors.nvidia import contract
-from agent.vendors.nvidia.command import HOOK, NVIDIA_CTK, generate_command, output_file
-from agent.vendors.nvidia.contract import NO_FABRIC, is_answer
+from agent.vendors.nvidia.contract import HOOK, NO_FABRIC, NVIDIA_CTK, is_answer
 from agent.vendors.nvidia.verify import (
     HOOK_VARIABLE,
     NEEDED_LIBRARIES,
@@ -53,6 +52,41 @@ QUERY_LIMIT = 10.0
 REFRESH_UNITS = ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service")
 REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
 """The specification that units of the toolkit's packages write since 1.18 (deployments/systemd in its source)."""
+
+
+def output_file(directory: str) -> str:
+    """Return the file that nvidia-ctk writes. It may write further files next to it (`.coherent.json`)."""
+    return f"{directory}/nvidia.json"
+
+
+def generate_command(
+    driver_root: str, directory: str, hooks: Iterable[str] = (), mode: str = "nvml"
+) -> tuple[str, ...]:
+    """Return the command that writes the specification for a driver root to a directory.
+
+    `driver_root` must not be a symbolic link. `hooks` are enabled in addition to the two hooks that every container
+    needs. Only mode nvml has GPUs to name.
+    """
+    return (
+        NVIDIA_CTK,
+        "cdi",
+        "generate",
+        f"--mode={mode}",
+        f"--driver-root={driver_root}",
+        "--dev-root=/",
+        f"--nvidia-cdi-hook-path={HOOK}",
+        "--format=json",
+        # Without create-symlinks and update-ldcache, containers cannot find the driver. The other hooks change how
+        # containers use a GPU, so they are enabled only if the settings name them: enable-cuda-compat,
+        # disable-device-node-modification, and from 1.20 on update-application-profile and apply-cuda-memory-limits.
+        # The hook chmod is never enabled: it was for an old crun, and is deprecated.
+        "--disable-hook=all",
+        "--enable-hook=create-symlinks",
+        "--enable-hook=update-ldcache",
+        *(f"--enable-hook={hook}" for hook in hooks),
+        *(f"--device-name-strategy={each}" for each in ("index", "uuid") if mode == "nvml"),
+        f"--output={output_file(directory)}",
+    )
 
 
 def generate(system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:

@@ -17,8 +17,7 @@ from agent.vendors.cdi import DEVICE_KEYS, items, object_of, objects, strings
 from agent.vendors.cdi import devices as devices_of
 from agent.vendors.machine_vendor import Verdict
 from agent.vendors.nvidia import contract
-from agent.vendors.nvidia.command import HOOK
-from agent.vendors.nvidia.contract import SHARED, UUID, Instance, parse_instance
+from agent.vendors.nvidia.contract import HOOK, SHARED, UUID, Instance, parse_instance
 
 # The devices: whole GPUs and MIG devices, each with only its own nodes.
 #

@@ -13,7 +13,7 @@ from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.handoff import GrantedDevice, Request
 from agent.system.files import System
 from agent.system.process import Completed, host_runner
-from agent.vendors.nvidia.command import NVIDIA_CTK
+from agent.vendors.nvidia.contract import NVIDIA_CTK
 from integration.bed.drivers.nvml import library_name, nvml
 
 NULL = DeviceNumber(1, 3, 0o666)

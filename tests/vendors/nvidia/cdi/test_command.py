@@ -1,7 +1,6 @@
 """The command that generates a CDI specification. What it does not ask for, pods do not get."""
 
-from agent.vendors.nvidia.command import generate_command
-from agent.vendors.nvidia.nvidia_ctk import MODES, mode_command
+from agent.vendors.nvidia.nvidia_ctk import MODES, generate_command, mode_command
 from tests.fakes.machine import LIBRARIES, REQUEST, ROOT
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent.vendors.nvidia.command import HOOK
+from agent.vendors.nvidia.contract import HOOK
 from agent.vendors.nvidia.nvidia_ctk import in_words, with_additions
 from agent.vendors.nvidia.verify import verify
 from tests.fakes.cdi_specs import COMPLETE, LIVE, PRESENT, X86_32

@@ -13,7 +13,7 @@ from agent.machine.run import run
 from agent.model.device import DeviceNumber
 from agent.vendors.cdi import normalised
 from agent.vendors.machine_vendor import Verdict
-from agent.vendors.nvidia.command import HOOK
+from agent.vendors.nvidia.contract import HOOK
 from agent.vendors.nvidia.nvidia_ctk import with_additions, with_no_gpu
 from agent.vendors.nvidia.verify import Sieve, is_gpu_name, verify
 from tests.fakes.cdi_modes import answer, published, recorded

@@ -14,7 +14,7 @@ from agent.model.errors import DocumentError
 from agent.model.handoff import GrantedDevice, GrantedFile, Request
 from agent.vendors.cdi import host_paths
 from agent.vendors.machine_vendor import Verdict
-from agent.vendors.nvidia.command import HOOK
+from agent.vendors.nvidia.contract import HOOK
 from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
 from agent.vendors.nvidia.verify import Sieve, verify
 from tests.fakes.cdi_specs import DRM, LIVE, LIVE_DRM, WITH_DRM, Spec, drm_spec
