@@ -16,16 +16,28 @@ UBUNTU_KEYRING_SHA256 = "36de43b15853ccae0028e9a767613770c704833f82586f28eb262f0
 """The checksum of UBUNTU_KEYRING, the package with the keys of Ubuntu's archive. Debian 12 does not have it."""
 
 
-def ubuntu_tree(target: Path, packages: Sequence[str]) -> None:
-    """Make a minimal Ubuntu tree with apt(8) at `target`. Raises BedError if the keyring has another checksum."""
+class NoArchiveError(BedError):
+    """Ubuntu's archive does not answer."""
+
+
+def ubuntu_tree(
+    target: Path, packages: Sequence[str], variant: str = "minbase", components: str = "main universe"
+) -> None:
+    """Make an Ubuntu tree at `target`; `variant` as in mmdebstrap(1), `components` separated by spaces.
+
+    Raises NoArchiveError if Ubuntu's archive does not answer, and BedError if the keyring has another checksum.
+    """
     package, keys = target.with_name("keyring.deb"), target.with_name("keys")
-    with urllib.request.urlopen(f"{UBUNTU_ARCHIVE}/{UBUNTU_KEYRING}", timeout=60) as response:
-        package.write_bytes(response.read())
+    try:
+        with urllib.request.urlopen(f"{UBUNTU_ARCHIVE}/{UBUNTU_KEYRING}", timeout=60) as response:
+            package.write_bytes(response.read())
+    except OSError as error:
+        raise NoArchiveError(f"{UBUNTU_ARCHIVE} does not answer: {error}") from error
     if (found := hashlib.sha256(package.read_bytes()).hexdigest()) != UBUNTU_KEYRING_SHA256:
         raise BedError(f"{UBUNTU_KEYRING} has the SHA-256 {found}")
     run(["dpkg-deb", "--extract", package, keys])
     options = [f"--keyring={keys}/usr/share/keyrings/ubuntu-archive-keyring.gpg", "--dpkgopt=force-unsafe-io"]
     options += [f"--dpkgopt=path-exclude={pattern}" for pattern in UNWANTED_FILES]
     suites = (UBUNTU, f"{UBUNTU}-updates", f"{UBUNTU}-security")
-    sources = [f"deb {UBUNTU_ARCHIVE} {suite} main universe" for suite in suites]
-    mmdebstrap(target, "minbase", packages, options, UBUNTU, *sources)
+    sources = [f"deb {UBUNTU_ARCHIVE} {suite} {components}" for suite in suites]
+    mmdebstrap(target, variant, packages, options, UBUNTU, *sources)

@@ -153,4 +153,4 @@ def test_a_build_removes_no_layer_of_another_one(tmp_path: Path, monkeypatch: py
         while not list(building.iterdir()) and not first.done():
             time.sleep(0.01)
         second = pool.submit(buildah.build, "agent-ubuntu2404", "example.org/base")
-        assert first.result() == second.result() == "localhost/unbounded-agent/agent-ubuntu2404"
+        assert first.result() == second.result()

@@ -5,14 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from integration.bed import debian
+from integration.bed import debian, ubuntu
 from integration.bed.cache import cached
 from integration.bed.process import run
 
 Layout = Literal["split", "flat"]
 """`split` is Debian's: two directories, and absolute links of the alternatives system. `flat` is Ubuntu's."""
 
-PYTHON = {"trixie": "3.13", "bookworm": "3.11"}
+PYTHON = {"trixie": "3.13", "bookworm": "3.11", "noble": "3.12"}
 """The version of Python in each suite that a host can have."""
 
 # mount: since systemd 262, Debian's systemd no longer depends on it.
@@ -29,6 +29,13 @@ DRIVER_PACKAGES = (
     " nvidia-persistenced nvidia-smi nvidia-vdpau-driver nvidia-vulkan-icd"
 )
 COMPONENTS = "main contrib non-free non-free-firmware"
+# What Ubuntu's server has besides: AppArmor's profiles and the resolver.
+UBUNTU_SYSTEM_PACKAGES = f"{SYSTEM_PACKAGES} apparmor systemd-resolved nvidia-modprobe"
+UBUNTU_DRIVER_PACKAGES = (
+    "libnvidia-cfg1-580 libnvidia-compute-580 libnvidia-decode-580 libnvidia-encode-580 libnvidia-extra-580"
+    " libnvidia-fbc1-580 libnvidia-gl-580 nvidia-compute-utils-580 nvidia-utils-580"
+)
+UBUNTU_COMPONENTS = "main universe restricted multiverse"
 
 LIBRARIES = Path("usr/lib/x86_64-linux-gnu")
 SPLIT_LIBRARIES = LIBRARIES / "nvidia/current"
@@ -37,7 +44,12 @@ ALTERNATIVES = ("/etc/alternatives/nvidia", "/etc/alternatives/glx")
 
 
 def host_root(layout: Layout = "split", suite: str = debian.SUITE) -> Path:
-    """Return a cached tree: copy it before you change it. Ubuntu's layout is made from Debian's packages."""
+    """Return a cached tree: copy it before you change it.
+
+    Ubuntu has its own packages. On Debian, Ubuntu's layout is made from Debian's.
+    """
+    if suite == ubuntu.UBUNTU:
+        return _ubuntu_root()
     packages = f"{SYSTEM_PACKAGES} {DRIVER_PACKAGES}"
 
     def build(target: Path) -> None:
@@ -53,6 +65,16 @@ def host_root(layout: Layout = "split", suite: str = debian.SUITE) -> Path:
     if layout == "split":
         return split
     return cached(f"host-root-{suite}-flat", [str(split), Path(__file__)], build_flat) / "root"
+
+
+def _ubuntu_root() -> Path:
+    packages = f"{UBUNTU_SYSTEM_PACKAGES} {UBUNTU_DRIVER_PACKAGES}"
+
+    def build(target: Path) -> None:
+        ubuntu.ubuntu_tree(target / "root", packages.split(), "essential", UBUNTU_COMPONENTS)
+
+    inputs: list[Path | str] = [packages, UBUNTU_COMPONENTS, Path(debian.__file__), Path(ubuntu.__file__)]
+    return cached("host-root-noble", inputs, build) / "root"
 
 
 def driver_version(root: Path) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from integration.bed.cache import BUILD, REPOSITORY, cache_root, locked
+from integration.bed.cache import BUILD, REPOSITORY, cache_root, digest, locked
 from integration.bed.process import Argument, CommandError, run
 
 
@@ -26,7 +26,10 @@ def build(name: str, base: str, *options: Argument) -> str:
         # some, which only take space.
         with suppress(CommandError):
             buildah("rmi", "--prune")
-    return f"localhost/unbounded-agent/{name}"
+        # The script gives the images on all bases one name.
+        image = f"localhost/unbounded-agent-bed/{name}:{digest([base])}"
+        buildah("tag", f"localhost/unbounded-agent/{name}", image)
+    return image
 
 
 def import_root(image: str, root: Path, *settings: str) -> None:

@@ -1,9 +1,11 @@
 """The machine of the simulated GPU host: a root file system from containerfiles/, on its own disk."""
 
+import functools
 import shutil
+import sys
 from pathlib import Path
 
-from integration.bed import debian
+from integration.bed import debian, ubuntu
 from integration.bed.cache import REPOSITORY, cached, digest
 from integration.bed.machine import buildah
 from integration.bed.machine.pod_images import pod_images
@@ -21,14 +23,18 @@ DISTURBING_TIMERS = ("dpkg-db-backup.timer", "fstrim.timer")
 POD_IMAGES = "var/lib/unbounded-agent-bed/images"
 
 
-def machines_disk() -> Path:
-    """Return a sparse raw ext4 image labelled `machines`; mounted at /var/lib/machines, it has the machine NAME."""
+def machines_disk(suite: str = "") -> Path:
+    """Return a sparse raw ext4 image labelled `machines`; mounted at /var/lib/machines, it has the machine NAME.
+
+    `suite` is that of the machine's base image, by default `base_suite`.
+    """
+    suite = suite or base_suite()
     inputs: list[Path | str] = [
         *(REPOSITORY / directory for directory in ("agent", "containerfiles", "systemd/machine")),
         *(MACHINE_FILES, Path(__file__), Path(buildah.__file__)),
-        *(str(path) for path in (toolkit(), bed_tools(), pod_images(), debian_base())),
+        *(str(path) for path in (toolkit(), bed_tools(), pod_images(), machine_base(suite))),
     ]
-    return cached("machines-disk", inputs, _build_disk) / "machines.img"
+    return cached(f"machines-disk-{suite}", inputs, lambda output: _build_disk(output, suite)) / "machines.img"
 
 
 def empty_disk() -> Path:
@@ -41,37 +47,52 @@ def empty_disk() -> Path:
     return cached("empty-disk", [DISK_SIZE, LABEL], build) / "machines.img"
 
 
-def debian_base() -> Path:
-    """Return a minimal Debian root with apt, which stands in for Ubuntu's image."""
-    return cached("machine-base", [Path(debian.__file__)], _build_debian) / "root"
+@functools.cache
+def base_suite() -> str:
+    """Return the suite of the machines' base image: Ubuntu 24.04, as for users; Debian's if Ubuntu cannot be had."""
+    try:
+        machine_base(ubuntu.UBUNTU)
+    except ubuntu.NoArchiveError as error:
+        print(f"==> {error}: the machines are made on Debian {debian.SUITE}", file=sys.stderr, flush=True)
+        return debian.SUITE
+    return ubuntu.UBUNTU
 
 
-def _build_debian(output: Path) -> None:
-    root = output / "root"
-    debian.debian_tree(root, "minbase", ["ca-certificates"])
-    # This computer's host name and resolver do not belong in the image, and nspawn makes the device nodes.
-    for name in ("hostname", "resolv.conf"):
-        (root / "etc" / name).unlink()
-    shutil.rmtree(root / "dev")
-    (root / "dev").mkdir()
+def machine_base(suite: str) -> Path:
+    """Return a minimal root with apt, which stands in for the distribution's image on a registry."""
+
+    def build(output: Path) -> None:
+        root = output / "root"
+        if suite == ubuntu.UBUNTU:
+            # In Ubuntu, apt is not essential.
+            ubuntu.ubuntu_tree(root, ["apt", "ca-certificates"])
+        else:
+            debian.debian_tree(root, "minbase", ["ca-certificates"], suite=suite)
+        # This computer's host name and resolver do not belong in the image, and nspawn makes the device nodes.
+        for name in ("hostname", "resolv.conf"):
+            (root / "etc" / name).unlink()
+        shutil.rmtree(root / "dev")
+        (root / "dev").mkdir()
+
+    return cached(f"machine-base-{suite}", [Path(debian.__file__), Path(ubuntu.__file__)], build) / "root"
 
 
-def machine_image() -> str:
-    """Return the name, in buildah's storage, of the image that containerfiles/ makes on Debian."""
-    return buildah.build(CONTAINERFILE, debian_image())
+def machine_image(suite: str = "") -> str:
+    """Return the name, in buildah's storage, of the image that containerfiles/ makes on this suite's base."""
+    return buildah.build(CONTAINERFILE, base_image(suite or base_suite()))
 
 
-def debian_image() -> str:
-    """Return the name, in buildah's storage, of an image of `debian_base`."""
-    root = debian_base()
-    base = f"localhost/unbounded-agent-bed/debian:{digest([str(root)])}"
+def base_image(suite: str) -> str:
+    """Return the name, in buildah's storage, of an image of `machine_base`."""
+    root = machine_base(suite)
+    base = f"localhost/unbounded-agent-bed/{suite}:{digest([str(root)])}"
     if not buildah.has_image(base):
         buildah.import_root(base, root)
     return base
 
 
-def _build_disk(output: Path) -> None:
-    with buildah.working_container(machine_image()) as container:
+def _build_disk(output: Path, suite: str) -> None:
+    with buildah.working_container(machine_image(suite)) as container:
         root = Path(buildah.buildah("mount", container))
         _add_bed_files(root)
         _make_file_system(root, output / "machines.img")

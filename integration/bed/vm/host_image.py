@@ -1,15 +1,15 @@
-"""The disk image of the simulated GPU host: Debian with NVIDIA's own user-space packages and our stand-in driver."""
+"""The disk image of the simulated GPU host: NVIDIA's own user-space packages, and our stand-in driver."""
 
 import shutil
 import uuid
 from pathlib import Path
 
-from integration.bed import debian
+from integration.bed import debian, ubuntu
 from integration.bed.cache import REPOSITORY, cached, step
 from integration.bed.drivers.host_roots import Layout, driver_version, host_root
 from integration.bed.drivers.nvml import library_name, nvml
 from integration.bed.process import run
-from integration.bed.vm.kernel_modules import IDENTITY_MODULE, kernel_modules, kernel_release, toolchain
+from integration.bed.vm.kernel_modules import IDENTITY_MODULE, boot_files, kernel_modules, kernel_release, toolchain
 
 FILES = REPOSITORY / "integration/simulation/host"
 DISK_SIZE = "12G"
@@ -46,17 +46,20 @@ KEPT_GENERATOR = "systemd-fstab-generator"
 def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: str = debian.SUITE) -> Path:
     """Return a raw ext4 image, to be used only as the backing file of an overlay.
 
-    `wheels` is a directory with the agent's locked dependencies for the suite's Python; they are installed into the
-    environment AGENT_ENVIRONMENT.
+    `vmlinuz` and `initrd` are next to it. `wheels` is a directory with the agent's locked dependencies for the suite's
+    Python; they are installed into the environment AGENT_ENVIRONMENT.
     """
 
     def build(target: Path) -> None:
         root = target / "root"
         run(["cp", "-a", "--reflink=auto", base, root])
-        run(["cp", "-a", "--no-preserve=ownership", f"{FILES}/.", root])
+        run(["cp", "-a", "--no-preserve=ownership", "--remove-destination", f"{FILES}/.", root])
         shutil.copy2(library, root / original.relative_to(base))
-        _install_modules(root, modules)
+        _install_modules(root, modules, suite)
         _set_units(root)
+        if suite == ubuntu.UBUNTU:
+            # There, a rule of udev starts it as soon as the driver is loaded, although it is disabled.
+            run(["chroot", root, "systemctl", "mask", "nvidia-persistenced.service"])
         # Not by systemd-machine-id-setup, which needs /proc in systemd 262.
         (root / "etc/machine-id").write_text(f"{uuid.uuid4().hex}\n")
         # Otherwise the first boot of every overlay rebuilds the loader cache and more (ConditionNeedsUpdate, 10 s).
@@ -68,14 +71,16 @@ def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: s
         with step("write the host's file system"):
             run(["truncate", "--size", DISK_SIZE, target / "host.ext4"])
             run(["mke2fs", "-q", "-t", "ext4", "-E", "lazy_itable_init=1", "-d", root, target / "host.ext4"])
+        shutil.copytree(boot, target, dirs_exist_ok=True)
         shutil.rmtree(root)
 
     base = host_root(layout, suite)
     version = driver_version(base)
-    modules = kernel_modules(version)
+    modules = kernel_modules(version, suite)
     (original,) = base.glob(f"usr/lib/**/{library_name(version)}")
     library = nvml(original, version)
-    inputs: list[Path | str] = [Path(__file__), FILES, str(base), str(library), str(modules)]
+    boot = boot_files(suite)
+    inputs: list[Path | str] = [Path(__file__), FILES, str(base), str(library), str(modules), str(boot)]
     if wheels is not None:
         inputs += [wheels, REPOSITORY / "requirements.lock"]
     # Each kind has its own name: otherwise, building one could remove the others from the cache.
@@ -83,11 +88,11 @@ def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: s
     return cached(name, inputs, build) / "host.ext4"
 
 
-def _install_modules(root: Path, stand_ins: Path) -> None:
-    release = kernel_release()
+def _install_modules(root: Path, stand_ins: Path, suite: str) -> None:
+    release = kernel_release(suite)
     modules = root / "usr/lib/modules" / release
     shutil.copytree(
-        toolchain() / "usr/lib/modules" / release,
+        toolchain(suite) / "usr/lib/modules" / release,
         modules,
         symlinks=True,
         ignore=shutil.ignore_patterns("build", "source"),
@@ -104,9 +109,11 @@ def _set_units(root: Path) -> None:
     for verb, units in (("enable", ENABLED_UNITS), ("disable", DISABLED_UNITS), ("mask", MASKED_UNITS)):
         run(["chroot", root, "systemctl", verb, *units])
     masks = root / "etc/systemd/system-generators"
-    masks.mkdir(parents=True)
+    masks.mkdir(parents=True, exist_ok=True)
     for generator in (root / "usr/lib/systemd/system-generators").iterdir():
         if generator.name != KEPT_GENERATOR:
+            # Ubuntu's systemd package has such a link itself.
+            (masks / generator.name).unlink(missing_ok=True)
             (masks / generator.name).symlink_to("/dev/null")
 
 

@@ -46,10 +46,13 @@ def gpu_id(port: int) -> str:
 
 
 class Qemu:
-    """The process starts on construction; `close` stops and reaps it. `disks` are qcow2 files for vda, vdb, ..."""
+    """The process starts on construction; `close` stops and reaps it.
+
+    It boots `vmlinuz` and `initrd` of `directory`. `disks` are qcow2 files for vda, vdb, ...
+    """
 
     def __init__(
-        self, directory: Path, boot: Path, disks: Iterable[Path], ports: Iterable[int], *,
+        self, directory: Path, disks: Iterable[Path], ports: Iterable[int], *,
         memory_mib: int = 4096, snapshot: str | None = None, one_processor: bool = False,
     ) -> None:  # fmt: skip
         self.serial_log = directory / "serial.log"
@@ -60,7 +63,7 @@ class Qemu:
         monitor = directory / "monitor.sock"
         for path in (monitor, self.guest_socket):
             path.unlink(missing_ok=True)
-        argv = _command_line(self, monitor, boot, disks, memory_mib)
+        argv = _command_line(self, monitor, disks, memory_mib)
         argv += ["-smp", "1" if one_processor else str(processors())]
         if snapshot is not None:
             argv += ["-loadvm", snapshot]
@@ -185,12 +188,12 @@ class Qemu:
                 return message["return"]
 
 
-def _command_line(qemu: Qemu, monitor: Path, boot: Path, disks: Iterable[Path], memory_mib: int) -> list[str]:
+def _command_line(qemu: Qemu, monitor: Path, disks: Iterable[Path], memory_mib: int) -> list[str]:
     # setpriv: if this process is killed, the kernel kills QEMU too.
     argv = ["setpriv", "--pdeathsig", "KILL", *emulator(), *MACHINE, "-m", str(memory_mib)]
     argv += ["-nodefaults", "-no-user-config", "-display", "none", "-serial", f"file:{qemu.serial_log}"]
     argv += ["-qmp", f"unix:{monitor},server=on,wait=off", "-rtc", "base=utc"]
-    argv += ["-kernel", str(boot / "vmlinuz"), "-initrd", str(boot / "initrd")]
+    argv += ["-kernel", f"{monitor.parent}/vmlinuz", "-initrd", f"{monitor.parent}/initrd"]
     argv += ["-append", KERNEL_ARGUMENTS]
     for disk in disks:
         argv += ["-drive", f"file={disk},format=qcow2,if=virtio,cache=unsafe,discard=unmap"]

@@ -9,7 +9,6 @@ from integration.bed.machine.machine_image import machines_disk
 from integration.bed.vm import guest, installation, qemu, simulated_host
 from integration.bed.vm.emulator import emulator
 from integration.bed.vm.host_image import host_image
-from integration.bed.vm.kernel_modules import boot_files
 from integration.bed.vm.simulated_host import SimulatedHost
 
 
@@ -28,5 +27,5 @@ def saved_host(prepare: Callable[[SimulatedHost], None], prepared_by: Path) -> S
 
     sources = [Path(str(module.__file__)) for module in (guest, installation, qemu, simulated_host)]
     inputs: list[Path | str] = [*sources, prepared_by, wheels.agent(), REPOSITORY / "systemd", *emulator()]
-    inputs += [str(image), str(machines), str(boot_files()), str(qemu.processors())]
+    inputs += [str(image), str(machines), str(qemu.processors())]
     return SimulatedHost(saved=cached(f"saved-host-{qemu.processors()}", inputs, build))

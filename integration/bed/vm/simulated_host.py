@@ -14,7 +14,6 @@ from integration.bed.run_directory import run_directory
 from integration.bed.vm.emulator import qemu_img
 from integration.bed.vm.guest import Guest, GuestError
 from integration.bed.vm.host_image import host_image
-from integration.bed.vm.kernel_modules import boot_files
 from integration.bed.vm.qemu import Qemu
 
 # An emulated machine is slow, and slower still next to a build on the same two cores.
@@ -40,13 +39,14 @@ class SimulatedHost(Lifetime):
         self.directory = run_directory("simulated-host")
         self._memory_mib = memory_mib
         self._one_processor = one_processor
-        self._boot = boot_files()
         self._snapshots: dict[str, frozenset[int]] = {}
         try:
             if saved is not None:
                 self.qemu = self._continue(saved)
             else:
-                self._disks = [self._overlay("host", host or host_image())]
+                host = host or host_image()
+                _copy_kernel(host.parent, self.directory)
+                self._disks = [self._overlay("host", host)]
                 if machines is not None:
                     self._disks.append(self._overlay("machines", machines))
                 self.qemu = self._start(gpus)
@@ -133,6 +133,7 @@ class SimulatedHost(Lifetime):
         for disk in self._disks:
             shutil.move(disk, directory)
             _link(directory, disk.stem, self.directory / f"{disk.stem}.image")
+        _copy_kernel(self.directory, directory)
         ports = {name: sorted(each) for name, each in self._snapshots.items()}
         (directory / SNAPSHOTS).write_text(json.dumps(ports))
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -159,12 +160,13 @@ class SimulatedHost(Lifetime):
 
     def _start(self, ports: Iterable[int], snapshot: str | None = None) -> Qemu:
         return Qemu(
-            self.directory, self._boot, self._disks, ports,
+            self.directory, self._disks, ports,
             memory_mib=self._memory_mib, snapshot=snapshot, one_processor=self._one_processor,
         )  # fmt: skip
 
     def _continue(self, saved: Path) -> Qemu:
         self._snapshots = {name: frozenset(each) for name, each in json.loads((saved / SNAPSHOTS).read_text()).items()}
+        _copy_kernel(saved, self.directory)
         self._disks = []
         for disk in (saved / "host.qcow2", saved / "machines.qcow2"):
             copy = self.directory / disk.name
@@ -181,6 +183,12 @@ class SimulatedHost(Lifetime):
         base = _link(self.directory, name, image)
         run([*qemu_img(), "create", "-q", "-f", "qcow2", "-b", base, "-F", _kind(base), overlay])
         return overlay
+
+
+def _copy_kernel(source: Path, target: Path) -> None:
+    """Copy what the virtual machine boots: a restored host starts QEMU again, when the cache may have been emptied."""
+    for name in ("vmlinuz", "initrd"):
+        shutil.copy(source / name, target)
 
 
 def _link(directory: Path, name: str, image: Path) -> Path:

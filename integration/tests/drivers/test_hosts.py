@@ -1,17 +1,18 @@
-"""Hosts that differ from the other tests' host: Debian 12, Ubuntu's flat layout of the driver, and Debian testing.
+"""Hosts that differ from the other tests' host: Debian 12, Ubuntu 24.04 with its own kernel, and Debian testing.
 
+On Debian 12, the machine's base is Debian 13, with containerd 1.7. On Ubuntu, AppArmor is on, as Ubuntu has it.
 Debian testing changes from day to day: what fails there is reported, and fails no run.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from agent.model.paths import TREES, handoff_file
-from integration.bed import wheels
+from integration.bed import debian, ubuntu, wheels
 from integration.bed.drivers.host_roots import Layout, host_root
 from integration.bed.machine.machine_image import machines_disk
 from integration.bed.machine.node import MACHINE
@@ -34,18 +35,27 @@ UNIT = f"systemd-nspawn@{MACHINE}.service"
 OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
 
-DEBIAN_12: tuple[Layout, str] = ("split", "bookworm")
-FLAT: tuple[Layout, str] = ("flat", "trixie")
-TESTING = pytest.param(("split", "testing"), marks=pytest.mark.xfail(reason="Debian testing changes", strict=False))
+class Kind(NamedTuple):
+    """A host's layout of the driver and its suite, and the suite of the machine's base; by default the bed's."""
+
+    layout: Layout
+    suite: str
+    base: str = ""
 
 
-@pytest.fixture(scope="module", params=[DEBIAN_12, FLAT, TESTING], ids=["debian-12", "flat", "debian-testing"])
+DEBIAN_12 = Kind("split", "bookworm", base=debian.SUITE)
+UBUNTU = Kind("flat", ubuntu.UBUNTU)
+TESTING = pytest.param(Kind("split", "testing"), marks=pytest.mark.xfail(reason="Debian testing changes", strict=False))
+RELEASED = pytest.mark.parametrize("other", [DEBIAN_12, UBUNTU], ids=["debian-12", "ubuntu"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[DEBIAN_12, UBUNTU, TESTING], ids=["debian-12", "ubuntu", "debian-testing"])
 def other(request: pytest.FixtureRequest) -> Iterator[Bed]:
     """A host with its driver and the installed agent, configured with the addresses of two of the eight GPUs."""
-    layout, suite = request.param
-    python = (host_root(layout, suite) / "usr/bin/python3").readlink().name.removeprefix("python")
-    image, machines = host_image(wheels.dependencies(python), layout=layout, suite=suite), machines_disk()
-    with SimulatedHost(image, machines, memory_mib=3072) as host:
+    kind: Kind = request.param
+    python = (host_root(kind.layout, kind.suite) / "usr/bin/python3").readlink().name.removeprefix("python")
+    image = host_image(wheels.dependencies(python), layout=kind.layout, suite=kind.suite)
+    with SimulatedHost(image, machines_disk(kind.base), memory_mib=3072) as host:
         install(host.guest, CONFIGURATION)
         yield Bed(host)
 
@@ -113,7 +123,7 @@ def test_the_service_adopts_the_running_machine(other: Bed) -> None:
     other.wait_ready(60)
 
 
-@pytest.mark.parametrize("other", [DEBIAN_12], ids=["debian-12"], indirect=True)
+@RELEASED
 def test_a_gpu_comes_and_goes(other: Bed, measured: Callable[[str, object], None]) -> None:
     """systemd 252 changes a running machine's devices as 257 does. First, the configuration adds the six other GPUs."""
     started = other.starts()
@@ -124,7 +134,7 @@ def test_a_gpu_comes_and_goes(other: Bed, measured: Callable[[str, object], None
     comes_and_goes(other, measured)
 
 
-@pytest.mark.parametrize("other", [DEBIAN_12], ids=["debian-12"], indirect=True)
+@RELEASED
 def test_a_running_machine_gets_a_driver_root_that_it_cannot_change(other: Bed) -> None:
     """systemd 252 starts a unit that it has never read without a daemon-reload.
 
@@ -137,3 +147,13 @@ def test_a_running_machine_gets_a_driver_root_that_it_cannot_change(other: Bed) 
     assert driver_root(other) == "1"
     assert other.restarted(started) == "nothing"
     expect_unchangeable(other, "1")
+
+
+@pytest.mark.parametrize("other", [UBUNTU], ids=["ubuntu"], indirect=True)
+def test_apparmor_is_on_and_denies_nothing(other: Bed) -> None:
+    """Ubuntu's profiles are loaded, and programs without privileges may not use namespaces of users."""
+    assert other.run("cat", "/sys/module/apparmor/parameters/enabled").stdout.strip() == "Y"
+    assert other.run("cat", "/proc/sys/kernel/apparmor_restrict_unprivileged_userns").stdout.strip() == "1"
+    assert other.run("sh", "-c", "wc -l < /sys/kernel/security/apparmor/profiles").stdout.strip() != "0"
+    denied = other.run("sh", "-c", "journalctl -k --no-pager | grep 'apparmor=.DENIED' || true").stdout
+    assert denied == ""

@@ -81,11 +81,12 @@ def test_a_second_pass_writes_nothing_and_restarts_nothing(shared: Bed) -> None:
 
 def test_the_users_containerd_settings_survive(shared: Bed) -> None:
     """containerd 1.7 replaces whole tables by imported files: registry, sandbox image and CNI paths must be kept."""
-    effective = shared.node.run("containerd", "config", "dump").stdout
+    # containerd 2 quotes with apostrophes, and has other names for some settings.
+    effective = shared.node.run("containerd", "config", "dump").stdout.replace("'", '"')
     for setting in (
-        'sandbox_image = "registry.invalid/pause:local"',
-        'bin_dir = "/usr/lib/cni"',
-        "https://mirror.invalid",
+        '= "registry.invalid/pause:local"',
+        '"/usr/lib/cni"',
+        'config_path = "/etc/containerd/bed-certs.d"',
         "SystemdCgroup = true",
         "enable_cdi = true",
         'BinaryName = "/usr/bin/nvidia-container-runtime"',

@@ -7,7 +7,7 @@ import pytest
 
 from integration.bed.cache import REPOSITORY
 from integration.bed.machine import buildah
-from integration.bed.machine.machine_image import debian_image
+from integration.bed.machine.machine_image import base_image, base_suite
 from integration.bed.packages import TOOLS, Root, debian_root, packages
 from integration.bed.process import CommandError
 
@@ -18,7 +18,7 @@ MACHINE = "unbounded-agent-machine"
 
 def test_an_image_of_packages() -> None:
     directory = packages("1.0")[MACHINE].parent
-    image = buildah.build(IMAGE, debian_image(), "--packages", directory)
+    image = buildah.build(IMAGE, base_image(base_suite()), "--packages", directory)
     with buildah.working_container(image) as container:
         root = Root(Path(buildah.buildah("mount", container).strip()))
         shown = root.run("dpkg-query", "--show", "--showformat=${Package} ${Version}\\n", f"{MACHINE}*").splitlines()
