@@ -86,6 +86,7 @@ def test_apply_makes_the_machine_ready_and_a_pod_sees_its_gpu(other: Bed) -> Non
     mounted = {mount["containerPath"].lstrip("/") for mount in spec["containerEdits"]["mounts"]}
     assert staged
     assert staged <= mounted
+    other.node.run("systemctl", "start", "simulated-pod-images.service", timeout=300)
     found = probe(other.node, cdi=("1",))
     assert {path for path, result in found["open"].items() if result == "OK"} == {*CONTROL, f"/dev/nvidia{GRANTED[1]}"}
     assert set(found["load"]) == {"libcuda.so.1", "libnvidia-ml.so.1"}
