@@ -1,7 +1,6 @@
 """The service in its sandbox, and a machine that is ready: what users, Prometheus and pods see of them."""
 
 import json
-from collections.abc import Callable
 from http import HTTPStatus
 
 import pytest
@@ -101,15 +100,17 @@ def test_the_published_spec_is_valid(shared: Bed) -> None:
     assert {hook["args"][1] for hook in hooks} == {"create-symlinks", "update-ldcache"}
 
 
-def test_the_limit_of_memory_has_room(shared: Bed, measured: Callable[[str, object], None]) -> None:
-    """A run that generates a specification takes half of it at most, files that the kernel caches included."""
+def test_the_limit_of_memory_has_room(shared: Bed) -> None:
+    """A run that generates a specification succeeds with half of it, files that the kernel caches included."""
+    # Not MemoryPeak=: systemd 255 forgets it when the unit has ended.
+    unit = "unbounded-agent-gpu.service"
+    limit = int(shared.node.run("systemctl", "show", "--property=MemoryMax", "--value", unit).stdout)
     shared.node.run("rm", "/etc/cdi/nvidia.yaml")
-    shared.node.run("systemctl", "start", "unbounded-agent-gpu.service", timeout=120)
-    show = shared.node.run("systemctl", "show", "--property=MemoryPeak,MemoryMax,Result", "unbounded-agent-gpu.service")
-    found = dict(line.split("=") for line in show.stdout.split())
-    measured("MiB of the machine half at most", int(found["MemoryPeak"]) >> 20)
-    assert found["Result"] == "success"
-    assert int(found["MemoryPeak"]) < int(found["MemoryMax"]) / 2
+    shared.node.run("systemctl", "set-property", "--runtime", unit, f"MemoryMax={limit // 2}", "MemorySwapMax=0")
+    shared.node.run("systemctl", "start", unit, timeout=120)
+    assert shared.node.run("systemctl", "show", "--property=Result", "--value", unit).stdout.strip() == "success"
+    assert shared.node.spec()
+    shared.node.run("systemctl", "revert", unit)
 
 
 def test_the_toolkits_own_generator_is_masked(shared: Bed) -> None:
