@@ -1,4 +1,4 @@
-"""Lists the vendors that the machine half supports. New vendors are added only here."""
+"""Lists the vendors of the machine half, as agent.host.vendors and agent.dra.inventory do for the other parts."""
 
 from collections.abc import Mapping
 

@@ -1,12 +1,13 @@
 """Devices other than GPUs, from the settings to the machine's report; the nodes are listed, and none is real."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from agent.config.settings import Config, MachineSettings
+from agent.config.settings import Config, DeviceClassName, MachineSettings
 from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan
 from agent.host.plan.live_devices import Acknowledged
@@ -24,7 +25,8 @@ from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine
 
 MISC = "232 kvm\n122 rdma_cm\n200 tun\n  1 psaux\n"
 DRIVERS = "231 infiniband_verbs\n234 kfd\n235 infiniband_verbs\n236 gdrdrv\n237 nvidia-fs\n261 accel\n"
-EVERY = ["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
+REPOSITORY = Path(__file__).resolve().parents[3]
+EVERY = [str(each) for each in get_args(DeviceClassName)]
 NODES = {
     "/dev/kvm": (10, 232),
     "/dev/net/tun": (10, 200),
@@ -83,6 +85,9 @@ def test_each_device_class_grants_only_its_own_nodes(devices: Host) -> None:
     assert paths(look(devices, devices=EVERY)) == sorted(NODES)
     assert paths(look(devices, devices=["kvm"])) == ["/dev/kvm"]
     assert {str(each.kind) for each in RULES} == {*map(str, ADVICE)} == {*EVERY}
+    for page in ("docs/hardware/devices.md", "docs/security.md"):
+        text = (REPOSITORY / page).read_text()
+        assert [each for each in EVERY if f"\n| `{each}` | " not in text] == [], page
 
 
 def test_all_nodes_of_device_classes_are_watched() -> None:
