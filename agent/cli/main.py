@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
 
-from agent.cli.parser import LAST_GOOD, REMOVES, SAVES, VERSION, Command, find_command, make_parser
+from agent.cli.parser import LAST_GOOD, VERSION, Command, find_command, make_parser
 from agent.cli.printing import STDOUT, ignore_broken_pipe, report, say
 from agent.model.errors import AgentError, ConfigError
 
@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that these arguments name, and return its exit code.
 
     Without `arguments`, take them from this process's command line (`sys.argv`). In that case, SIGTERM and SIGHUP
-    interrupt the command as Ctrl-C does, unless a unit runs the command.
+    interrupt the command as Ctrl-C does, unless a unit runs the command; and the journal gets a record of a command that
+    changes the host.
 
     Most commands return 0 (done, or nothing to do), 1 (failed, or not ready), 2 (bad input) or 130 (interrupted);
     agent.cli.parser has the codes of each. Raises SystemExit after `--help`, `--version` or a wrong argument.
@@ -36,8 +37,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # A process that nohup(1) started ignores SIGHUP, which comes when the terminal is gone, and must go on so.
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, signal.default_int_handler)
+    code = 1
     try:
-        return _run(command, options, words)
+        code = _run(command, options)
+    finally:
+        if command.changes and arguments is None:
+            import_module("agent.system.journal_fields").record_command(words, code)
+    return code
+
+
+def _run(command: Command, options: Namespace) -> int:
+    """Run the command, and return its exit code, also for an error, which is printed."""
+    try:
+        # Load only what this command needs: to load all takes up to 0.18 s, for which help, scripts that poll `status`,
+        # and every start of a machine would wait.
+        module, _, function = command.function.partition(":")
+        run_command = getattr(import_module(f"agent.cli.{module}"), function)
+        tools = import_module("agent.system.tool_runner").tool_runner if command.downloads else None
+        return int(run_command(options, import_module("agent.cli.host").reconciler_for(options, tools)))
     except ConfigError as error:
         report(str(error))
         return 2
@@ -52,22 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _run(command: Command, options: Namespace, words: Sequence[str]) -> int:
-    """Run the command, and return its exit code. The journal gets a record of a command that changes the host."""
-    # Load only what this command needs: to load all takes up to 0.18 s, for which help, scripts that poll `status`, and
-    # every start of a machine would wait.
-    module, _, function = command.function.partition(":")
-    function_of_command = getattr(import_module(f"agent.cli.{module}"), function)
-    tools = import_module("agent.system.tool_runner").tool_runner if command.downloads else None
-    code = 1
-    try:
-        code = int(function_of_command(options, import_module("agent.cli.host").reconciler_for(options, tools)))
-    finally:
-        if command.configuration in (SAVES, REMOVES):
-            import_module("agent.system.journal_fields").record_command(words, code)
-    return code
 
 
 def run() -> int:

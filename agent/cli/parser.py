@@ -122,16 +122,19 @@ class Command:
         hidden: bool = False,
         root: bool = True,
         downloads: bool = False,
+        changes: bool = False,
     ) -> None:
         """Define the command.
 
         `function` is MODULE:NAME in agent.cli: a function of the parsed options and a reconciler that returns the exit
         code. `summary` is the command's line in the list of commands; `hidden` commands, which only units run, have
         none. `root` commands need root rights; the others work as any user. Of a list of arguments, only one may be
-        given. Only a command that `downloads` may run tools of the host that use a proxy, and write large files.
+        given. The journal gets a record of a command that `changes` the host, or that saves the configuration. Only a
+        command that `downloads` may run tools of the host that use a proxy, and write large files.
         """
         self.function, self.summary, self.codes, self.arguments = function, summary, codes, arguments
         self.configuration, self.hidden, self.root, self.downloads = configuration, hidden, root, downloads
+        self.changes = changes or configuration in (SAVES, REMOVES)
         self.user = "root" if root else "any user"
         self.text = f"{text} Run as: {self.user}."
         self.examples = (examples,) if isinstance(examples, str) else tuple(examples)
@@ -288,6 +291,7 @@ COMMANDS = {
         MACHINE,
         DRAIN,
         NO_DRAIN,
+        changes=True,
     ),
     "restart": Command(
         "lifecycle:lifecycle",
@@ -354,6 +358,7 @@ COMMANDS = {
             1: "the record of granted GPUs cannot be read or written",
         },
         GPU_OR_ALL,
+        changes=True,
     ),
     "gpus holders": Command(
         "gpus:run_holders",

@@ -155,6 +155,12 @@ def test_each_help_has_a_description_exit_codes_and_an_example(parser: argparse.
     assert "unbounded-agent" in example
 
 
+def test_the_journal_records_commands_that_change_the_host() -> None:
+    lifecycle = {"start", "stop", "restart"}
+    expected = {"apply", "up", "reset", *lifecycle, "gpus detach", "gpus attach", "gpus forget", "kube allocation"}
+    assert {name for name, command in COMMANDS.items() if command.changes} == expected
+
+
 def test_commands_that_only_units_run_are_not_listed(capsys: Capture) -> None:
     listed = help_of(capsys)
     hidden = {name for name, command in COMMANDS.items() if command.hidden}

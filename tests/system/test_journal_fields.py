@@ -67,4 +67,4 @@ def test_the_log_has_fields_only_in_the_journal(
 
 def test_the_page_names_the_message_of_commands() -> None:
     page = Path(__file__).resolve().parents[2] / "docs/troubleshooting.md"
-    assert f"journalctl MESSAGE_ID={COMMAND_ID} " in page.read_text()
+    assert f"journalctl _UID=0 MESSAGE_ID={COMMAND_ID} " in page.read_text()
