@@ -295,6 +295,8 @@ class Server:
                     self._pushed = time.monotonic()
                 for peer in tuple(self.peers):
                     self._run_guarded(peer, partial(self._check_and_send, peer, push))
+                # What the sockets did not take has only now become part of `unsent`.
+                self._keep_in_memory()
                 if clients != self.clients:
                     clients = self.clients
                     self._changed()
@@ -480,6 +482,7 @@ class Server:
         if isinstance(call.method, Streaming):
             if len(self._streams) > self._limits.streams:
                 raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limits.streams} streams are open, which is the limit")
+            call.request = b""
             peer.send(stream, call.method.current())
             return
         if len(self.running) >= self._limits.calls:
@@ -507,8 +510,10 @@ class Server:
             log.exception("a call has failed")
             code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
         finally:
-            # Before the response is sent, because the client's next call may follow at once.
+            # Before the response is sent, because the client's next call may follow at once. The client may hold the
+            # response back, so the request must not wait in memory for its end.
             self.running.discard(call)
+            call.request = b""
 
         def finish() -> None:
             # The response is sent together with its end: server and client wake up only once.

@@ -308,15 +308,18 @@ def test_unfinished_requests_take_little_memory() -> None:
 
 
 @pytest.mark.processes
-def test_responses_that_nobody_takes_use_little_memory() -> None:
-    """128 MiB of them: the clients' windows are 0, so nothing of a response can be sent."""
+@pytest.mark.parametrize(
+    ("method", "body"), [(grpc_process.BIG, b"x"), (grpc_process.SMALL, bytes(grpc_process.SIZE))], ids=["big", "small"]
+)
+def test_responses_that_nobody_takes_use_little_memory(method: str, body: bytes) -> None:
+    """128 MiB of them, or of their requests: the clients' windows are 0, so nothing of a response can be sent."""
     answered = 0
     with measured() as path, contextlib.ExitStack() as stack:
         for _ in range(8):
             flood = stack.enter_context(contextlib.closing(Flood(path, 0)))
             with contextlib.suppress(OSError, ProtocolError):
                 for stream in range(1, 33, 2):
-                    flood.call(stream, grpc_process.BIG, with_prefix(b"x"))
+                    flood.call(stream, method, with_prefix(body))
                     # The headers of the response come after it was made.
                     flood.receive_headers(stream)
                     answered += grpc_process.SIZE
