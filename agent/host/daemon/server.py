@@ -339,19 +339,30 @@ class Endpoint:
             log.info("serving http://%s/metrics", self._address)
 
     def move(self, address: str) -> None:
-        """Serve on another address. If it cannot be bound, return to the old one, and raise AgentError.
+        """Serve on another address. If it cannot be bound, raise AgentError and keep the old one.
 
         Do nothing if systemd passed sockets.
         """
         if address == self._address or self._inherited:
             return
-        # First, because no two sockets can listen on 127.0.0.1:PORT and 0.0.0.0:PORT.
+        try:
+            # The old server goes on until then: in a gap, another process could take its port and say anything.
+            listening = listen_on(address)
+        except AgentError as error:
+            in_use = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if not in_use or address.rpartition(":")[2] != self._address.rpartition(":")[2]:
+                raise
+            # The old server may be in the way: no two sockets can listen on 127.0.0.1:PORT and 0.0.0.0:PORT.
+            self._stop()
+            try:
+                listening = listen_on(address)
+            except AgentError:
+                self.listen()
+                raise
+        self._stop()
+        self._servers, self.error, self._address = [Server(listening, self._site)], "", address
+        log.info("serving http://%s/metrics", address)
+
+    def _stop(self) -> None:
         while self._servers:
             self._servers.pop().stop()
-        try:
-            self._servers, self.error = [Server(listen_on(address), self._site)], ""
-        except AgentError:
-            self.listen()
-            raise
-        self._address = address
-        log.info("serving http://%s/metrics", address)

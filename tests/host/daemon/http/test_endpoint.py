@@ -62,3 +62,20 @@ def test_an_address_that_cannot_be_bound_leaves_the_old_one() -> None:
             endpoint.move(f"0.0.0.0:{port}")
         assert endpoint.error == ""
         assert get(socket.AF_INET, ("127.0.0.1", port)).endswith(b"\r\n\r\nok\n")
+
+
+def test_a_wrong_address_never_closes_the_old_socket() -> None:
+    """In a gap, another process could take its port, and say that machines are ready."""
+
+    def inode() -> str:
+        lines = Path("/proc/net/tcp").read_text().splitlines()
+        (found,) = (line.split()[9] for line in lines if line.split()[1] == f"0100007F:{port:04X}")
+        return found
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    endpoint = Endpoint(f"127.0.0.1:{port}")
+    before = inode()
+    with pytest.raises(AgentError, match="cannot listen"):
+        endpoint.move(f"192.0.2.1:{port}")
+    assert inode() == before
