@@ -172,6 +172,10 @@ def test_the_package_writes_the_rules_with_links_to_the_documentation(tmp_path: 
         assert path in script
         script = script.replace(path, place)
     subprocess.run(["sh", "-c", script, "postinst", "configure"], check=True, capture_output=True)
+    removal = (REPOSITORY / "deploy/debian/unbounded-agent-monitoring.postrm").read_text()
+    removal = removal.replace("/var/lib/unbounded-agent-monitoring", f"{tmp_path}/rules")
+    # dpkg calls the new release's script so if it could not be unpacked.
+    subprocess.run(["sh", "-c", removal, "postrm", "abort-upgrade"], check=True)
     section = (REPOSITORY / "docs/metrics.md").read_text().partition("\n## Prometheus\n")[2]
     configuration = re.findall(r"^```yaml\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[0]
     assert "/var/lib/unbounded-agent-monitoring/*.yml" in configuration
@@ -180,6 +184,11 @@ def test_the_package_writes_the_rules_with_links_to_the_documentation(tmp_path: 
     installed = yaml.safe_load((tmp_path / "rules/unbounded-agent.rules.yml").read_text())["groups"]
     links = [rule["annotations"]["runbook_url"] for group in installed for rule in group["rules"]]
     assert links == [f"https://wiki.example.org/docs/runbooks.md#{alert.lower()}" for alert in alerts()]
+    (tmp_path / "default").write_text("RUNBOOKS='https://wiki.example.org/?a=1&b=2'\n")
+    wrong = subprocess.run(["sh", "-c", script, "postinst", "configure"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, "is not a plain URL" in wrong.stderr) == (1, True)
+    subprocess.run(["sh", "-c", removal, "postrm", "remove"], check=True)
+    assert not (tmp_path / "rules").exists()
 
 
 def test_inhibition_names_alerts_and_labels_that_exist() -> None:
