@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that these arguments name, and return its exit code.
 
     Without `arguments`, take them from this process's command line (`sys.argv`). In that case, SIGTERM and SIGHUP
-    interrupt the command as Ctrl-C does, unless a unit runs the command; and the journal gets a record of a command that
-    changes the host.
+    interrupt the command as Ctrl-C does, unless a unit runs the command. The journal then also gets a record of a
+    command that changes the host.
 
     Most commands return 0 (done, or nothing to do), 1 (failed, or not ready), 2 (bad input) or 130 (interrupted);
     agent.cli.parser has the codes of each. Raises SystemExit after `--help`, `--version` or a wrong argument.
