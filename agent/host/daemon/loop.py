@@ -348,6 +348,9 @@ class Daemon:
             if newly_ready or (reloading and ready):
                 self._notifier.send("READY=1")
             trigger, delay = self.next_pass()
+            if signals.reload:
+                # `work` asks for a reload without a signal, which would end the wait.
+                continue
             if source := self._wakeups.wait(delay, signals.fileno()):
                 trigger = source
                 self._metrics.event(self._wakeups.first)
