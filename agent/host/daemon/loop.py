@@ -334,8 +334,10 @@ class Daemon:
         """Run until SIGTERM or SIGINT."""
         ready, trigger = False, "start"
         self._wakeups.open()
-        while not signals.stop:
+        while True:
             signals.drain()
+            if signals.stop:
+                return
             reloading, signals.reload = signals.reload, False
             if reloading:
                 trigger = "reload"

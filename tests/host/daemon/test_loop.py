@@ -22,7 +22,7 @@ import pytest
 
 from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.config.settings import Config
-from agent.host.daemon.loop import Daemon, Notifier, Timing
+from agent.host.daemon.loop import Daemon, Notifier, Signals, Timing
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.model.device import FileIdentity
 from agent.model.facts import Seen
@@ -571,13 +571,13 @@ def test_passes_come_often_enough_for_the_watchdog(service: Service) -> None:
 
 
 @contextmanager
-def daemon(service: Service, load: Callable[[], Loaded] | None = None) -> Iterator[Daemon]:
+def daemon(root: Path, load: Callable[[], Loaded] | None = None) -> Iterator[Daemon]:
     """Yield a daemon in this process, whose loop does not run."""
-    system = System(host_runner, str(service.root))
+    system = System(host_runner, str(root))
     system.make_directory("/run/unbounded-agent")
     made = Daemon(
         load or (lambda: Loaded(load_config(system))),
-        lambda loaded, progress: simulated_reconciler.SimulatedReconciler(loaded, progress, service.root),
+        lambda loaded, progress: simulated_reconciler.SimulatedReconciler(loaded, progress, root),
         Notifier(""),
         Timing(),
         system,
@@ -586,12 +586,33 @@ def daemon(service: Service, load: Callable[[], Loaded] | None = None) -> Iterat
     made.local.stop()
 
 
+class Late(Signals):
+    """SIGTERM comes at the start of each pass."""
+
+    def drain(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        super().drain()
+
+
+def loop_until_sigterm(root: Path) -> None:
+    """Run the loop in this process."""
+    with daemon(root) as found:
+        found.loop(Late(Notifier(""), 60.0))
+
+
+def test_sigterm_just_before_a_pass_is_not_delayed_by_it(service: Service) -> None:
+    service.child = CHILDREN.Process(target=loop_until_sigterm, args=(service.root,))
+    service.child.start()
+    assert service.ended() == 0
+    assert service.passes() == []
+
+
 @pytest.mark.parametrize(("watchdog", "longest"), [("", 66), ("120000000", 60)])
 def test_passes_by_timer_have_jitter_and_a_pause_of_a_minute_is_within_the_watchdogs_time(
     service: Service, monkeypatch: pytest.MonkeyPatch, watchdog: str, longest: float
 ) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", watchdog)
-    with daemon(service) as found:
+    with daemon(service.root) as found:
         delays = [found.next_pass()[1] for _ in range(1000)]
     assert max(delays) < longest
     assert max(delays) > 1.15 * min(delays)
@@ -602,7 +623,7 @@ def test_a_last_good_configuration_that_could_not_be_replaced_stays_out(service:
     there, saved = (FileIdentity(inode, 1, 1, 1, executable=False) for inode in (1, 2))
     older, newer = (Config.validated({"machines": {name: {}}}) for name in ("gpu-node", "second"))
     loads = iter([Loaded(newer, before=there), Loaded(older, "wrong", before=there), Loaded(older, "x", before=saved)])
-    with daemon(service, lambda: next(loads)) as found:
+    with daemon(service.root, lambda: next(loads)) as found:
         found.reload()
         assert found.config == newer
         found.reload()
@@ -614,7 +635,7 @@ def test_a_bad_configuration_does_not_count_as_read(service: Service) -> None:
     there, saved = (FileIdentity(inode, 1, 1, 1, executable=False) for inode in (1, 2))
     config, same = (Config.validated({"machines": {"gpu-node": {}}}) for _ in range(2))
     loads = iter([Loaded(config, before=there), Loaded(same, "wrong", before=saved)])
-    with daemon(service, lambda: next(loads)) as found:
+    with daemon(service.root, lambda: next(loads)) as found:
         read = found.view.config_loaded
         found.reload()
         assert (found.view.config_loaded, found.view.config_good) == (read, False)
