@@ -307,6 +307,8 @@ class Daemon:
         """What `doctor` reads of the service, as it was recorded last."""
         self._watchdog = watchdog_interval(os.environ)
         self._event_log, self._metrics = EventLog(), Metrics()
+        with self._event_log.guarded(f"remove {SERVICE_STATE}, which an earlier service wrote"):
+            system.remove(SERVICE_STATE)
         self._gpu_errors = GpuErrors(system, self._metrics.gpu_error)
         sources = host_sources(system, HOST_VENDORS, lambda: self.config.driver)
         self._wakeups = Wakeups((*sources, self._gpu_errors))

@@ -359,7 +359,7 @@ def has_started(machine: str, system: System) -> bool:
 
 HOST_FILES = (AGES, CONDITIONS, OWNED, RELOAD_PENDING, WAKE, *REMEMBERED_GPUS)
 """Files that are written only under the pass lock, which the caller of `clear_remains` holds. Other files, such as the
-record of what the service read in the kernel log, are left out, because somebody may be writing them at this moment.
+service's state and what it read in the kernel log, are left out, because somebody may be writing them at this moment.
 The next writer of such a file removes its leftovers."""
 
 

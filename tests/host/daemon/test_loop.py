@@ -25,9 +25,9 @@ from agent.config.settings import Config
 from agent.host.daemon.loop import Daemon, Notifier, Signals, Timing
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.model.device import FileIdentity
-from agent.model.facts import Seen
+from agent.model.facts import Absent, Seen
 from agent.model.paths import SERVICE_STATE
-from agent.system.files import System
+from agent.system.files import System, temporary_path
 from agent.system.process import host_runner
 from tests.fakes import reconciler as simulated_reconciler
 from tests.fakes.waiting import wait_for
@@ -406,6 +406,19 @@ def test_a_taken_port_at_start_is_reported_and_retried_while_gpus_are_managed(se
     wait_for(lambda: f"<6>serving http://127.0.0.1:{service.port}/metrics" in service.log())
     assert service.get("/readyz") == (200, "ok\n")
     wait_for(lambda: service.notified[-1] == "WATCHDOG=1" and service.notified[-2] == "STATUS=gpu-node: Ready")
+
+
+def test_what_an_earlier_service_recorded_is_not_shown_as_the_running_ones(service: Service) -> None:
+    """It may have been stopped or killed years ago, or in the middle of a write."""
+    system, cut = System(host_runner, str(service.root)), temporary_path(SERVICE_STATE)
+    SERVICE_STATES.write(SERVICE_STATE, ServiceState(unserved="another process has the port"), system)
+    system.write(cut, b'{"uns')
+    service.in_pass(SLOW)
+    assert isinstance(recorded(service), Absent)
+    service.behave()
+    wait_for(lambda: service.notifications("READY=1"))
+    assert recorded(service) == ServiceState()
+    assert not system.exists(cut)
 
 
 def test_an_impossible_port_is_an_error_of_the_configuration(service: Service) -> None:
