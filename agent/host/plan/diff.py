@@ -66,16 +66,19 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
     running, settings, handoffs = list[ChangeDevices](), list[WriteFile](), list[Action]()
     observed = {machine.name: machine for machine in facts.machines}
     for goal in plan.goal.machines:
-        machine = observed[goal.name]
         try:
+            machine = observed[goal.name]
             why = _refusal(goal, facts)
             if why is None:
                 changes = change_running(goal, machine, facts, acknowledged)
                 missing_nodes = goal.name in acknowledged.missing_nodes
-                handoffs += _publish_handoff(goal, machine, facts, changes, missing_nodes=missing_nodes)
-                running += changes
+                handoff = _publish_handoff(goal, machine, facts, changes, missing_nodes=missing_nodes)
                 files = (goal.nspawn, goal.drop_in)
-                settings += [write for file in files for write in _write_if_different(file, facts)]
+                writes = [write for file in files for write in _write_if_different(file, facts)]
+                # No error can follow: a machine with a fault must not get part of its steps.
+                running += changes
+                settings += writes
+                handoffs += handoff
             else:
                 refused[goal.name] = why
                 # After a failed look, the next pass is early enough. The machine may still need the devices until then.
@@ -83,7 +86,8 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
                     running += forbid_withdrawn(goal, machine, facts)
         except Exception as error:
             faults[goal.name] = fault("compare its settings with the goal", error)
-            running += forbid_withdrawn(goal, machine, facts)
+            if goal.name in observed:
+                running += forbid_withdrawn(goal, observed[goal.name], facts)
     removals = [*_permission_removals(plan, facts), *_removals(plan, facts)]
     changed_paths = [write.path for write in settings] + [removal.path for removal in removals]
     reload_needed = (

@@ -3,6 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
+from agent.config.settings import Config
 from agent.host.plan.diff import Difference, changes_left, diff, settings_pending, startable
 from agent.host.plan.goal import plan
 from agent.host.plan.live_devices import Acknowledged
@@ -60,6 +61,44 @@ def test_a_machine_whose_settings_are_refused_gets_nothing_new(
     assert found.refused.keys() == {MACHINE}
     assert changes(found) == []
     assert not written(found) & {unit_drop_in(MACHINE), handoff_file(MACHINE)}
+
+
+class UnreadableFiles(dict[str, FileState]):
+    """Files of which the drop-in can only be looked up `looks` times."""
+
+    looks = 0
+
+    def __getitem__(self, path: str) -> FileState:
+        self.looks -= path == unit_drop_in(MACHINE)
+        if self.looks < 0:
+            raise OverflowError("unexpected")
+        return super().__getitem__(path)
+
+
+@pytest.mark.parametrize("looks", [0, 1])
+def test_a_machine_with_a_fault_gets_no_part_of_its_steps(looks: int) -> None:
+    """Otherwise its new devices, or a handoff that names them, would come without its settings."""
+    before = plan(CONFIG, facts(without_second_gpu())).goal.machines[0].live
+    seen = running(facts(), before)
+    planned = plan(CONFIG, seen)
+    files = UnreadableFiles(seen.files)
+    files.looks = looks
+    found = diff(planned, replace(seen, files=files))
+    assert found.faults.keys() == {MACHINE}
+    assert changes(found) == []
+    assert not written(found) & {
+        granted_file(MACHINE), handoff_file(MACHINE), nspawn_file(MACHINE), unit_drop_in(MACHINE)
+    }  # fmt: skip
+
+
+def test_a_machine_without_facts_holds_up_no_other() -> None:
+    seen = facts()
+    other = facts(machine="other")
+    both = replace(seen, machines=(*seen.machines, *other.machines), files={**seen.files, **other.files})
+    config = Config.validated({"machines": {MACHINE: {}, "other": {}}})
+    found = diff(plan(config, both), replace(both, machines=other.machines))
+    assert found.faults.keys() == {MACHINE}
+    assert nspawn_file("other") in written(found)
 
 
 def test_at_rest_nothing_is_left_to_do() -> None:
