@@ -35,9 +35,11 @@ from agent.model.paths import (
 # optional binds.
 
 
-CONFIGURED = "# As configured (nspawn.extra):"
-"""The comment before the lines from nspawn.extra. These lines are never commented out, so nspawn fails if the source of
-one is missing."""
+CONFIGURED_IN = "# As configured (nspawn.extra"
+"""The beginning of the comment before the lines from nspawn.extra in each section."""
+CONFIGURED = f"{CONFIGURED_IN}):"
+"""That comment in [Files], where these lines are never commented out: nspawn fails if the source of one is missing. The
+comments in earlier sections differ from it, because the commands at the start comment out nothing that follows it."""
 MISSING = "\\#missing:"
 """The prefix that comments out a line whose source is missing, quoted for the shell."""
 LOCK_WAIT = 20
@@ -171,8 +173,9 @@ def render_nspawn(
     sections["Files"] += [f"{'BindReadOnly' if protected else 'Bind'}={bind}" for protected, bind in binds]
     for section, extra in sorted(settings.extra.items()):
         lines = sections.setdefault(section, [])
-        if section == "Files":
-            lines.append(CONFIGURED)
+        # Sections that only nspawn.extra has need no comment.
+        if lines:
+            lines.append(CONFIGURED if section == "Files" else f"{CONFIGURED_IN}.{section}):")
         for key, values in sorted(extra.items()):
             lines += [f"{key}={value}" for value in ([values] if isinstance(values, str) else values)]
     body = "\n".join(f"[{section}]\n" + "".join(f"{line}\n" for line in lines) for section, lines in sections.items())
@@ -275,8 +278,10 @@ def quote(value: str) -> str:
 # Which changes of both files need a restart.
 
 
-NOT_COMPARED = ("#", "ResolvConf=", ADDRESS_FAMILIES, SYS_MODULE)
-"""Lines of a .nspawn file without which a machine may run on."""
+NOT_COMPARED = re.compile(
+    rf"ResolvConf=replace-(?:host|uplink)|{ADDRESS_FAMILIES}|{SYS_MODULE}|Bind(?:ReadOnly)?=/dev/(?!kmsg$).*".encode()
+)
+"""Lines of the agent in a .nspawn file without which a machine may run on. The last pattern is for binds of devices."""
 NOT_COMPARED_IN_DROP_IN = re.compile(
     rb"^(?:#.*|After=.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*|TimeoutStopSec=.*)\n?", re.MULTILINE
 )
@@ -284,16 +289,21 @@ NOT_COMPARED_IN_DROP_IN = re.compile(
 for the stop differ between releases of the agent. A backslash at the end of a line continues it (systemd.syntax(7))."""
 BIND = re.compile(rb"Bind(?:ReadOnly)?=(.*)")
 """A line of a .nspawn file that binds a path."""
-DEVICE = re.compile(rb"/dev/(?!kmsg$)")
-"""The beginning of a device's path, other than /dev/kmsg."""
 
 
 def fixed_lines(nspawn: bytes, drop_in: bytes, bound: Collection[bytes] = ()) -> list[bytes]:
-    """Return the lines that need a restart if they change: not the binds of devices, nor of the paths in `bound`."""
-    binds = ((line, BIND.fullmatch(line)) for line in nspawn.splitlines())
-    fixed = [line for line, bind in binds if not bind or (bind[1] not in bound and not DEVICE.match(bind[1]))]
-    not_compared = tuple(each.encode() for each in NOT_COMPARED)
-    fixed = [line for line in fixed if not line.startswith(not_compared)]
+    """Return the lines that need a restart if they change.
+
+    All lines from nspawn.extra do. Of the agent's own, the lines of NOT_COMPARED and binds of the paths in `bound` do
+    not.
+    """
+    fixed, theirs = list[bytes](), False
+    for line in nspawn.splitlines():
+        theirs = line.startswith(CONFIGURED_IN.encode()) or (theirs and not line.startswith(b"["))
+        bind = BIND.fullmatch(line)
+        own = bool(NOT_COMPARED.fullmatch(line) or (bind and bind[1] in bound))
+        if not line.startswith(b"#") and (theirs or not own):
+            fixed.append(line)
     return [*fixed, *NOT_COMPARED_IN_DROP_IN.sub(b"", drop_in).splitlines()]
 
 

@@ -65,7 +65,8 @@ def start(root: Path) -> None:
 def settings(root: Path, *sources: str, theirs: tuple[str, ...] = ()) -> bytes:
     """Write the settings of a machine with these paths below `root` as nodes, and `theirs` configured; return them."""
     nodes = tuple(DeviceNode(f"{root}{path}", DeviceKind.GPU, DeviceNumber(195, 0)) for path in sources)
-    extra: dict[str, dict[str, str | list[str]]] = {"Files": {"Bind": [f"{root}{path}" for path in theirs]}}
+    binds = [f"{root}{path}" for path in theirs]
+    extra: dict[str, dict[str, str | list[str]]] = {"Exec": {"ResolvConf": "off"}, "Files": {"Bind": binds}}
     directories = (ServiceDirectory("fabricmanager", f"{root}/run/a:b c", 1),)
     nspawn = NspawnSettings(kmsg=False, modules=False, extra=extra if theirs else {})
     content = render_nspawn(MACHINE, nspawn, nodes, directories)
@@ -119,8 +120,9 @@ def test_settings_with_all_sources_are_not_rewritten(tmp_path: Path) -> None:
 
 
 def test_a_configured_line_stays_even_if_its_source_is_missing(tmp_path: Path) -> None:
-    settings(tmp_path, theirs=("/srv/data",))
+    settings(tmp_path, "/dev/nvidia0", theirs=("/srv/data",))
     start(tmp_path)
+    assert f"\n#missing:Bind={tmp_path}/dev/nvidia0\n".encode() in written(tmp_path)
     assert f"\nBind={tmp_path}/srv/data\n".encode() in written(tmp_path)
 
 

@@ -27,6 +27,9 @@ from agent.model.facts import Absent, DeviceAllow, Facts, FileState, LiveSetting
 from agent.model.goal import ReloadUnits, RemoveFile, Share, StageDriverRoot, WriteFile
 from agent.model.paths import DRIVER_ROOTS_TARGET, device_allow_drop_in, nspawn_file, unit_drop_in
 from tests.fakes.facts import CONFIG, facts, node, nvidia, staged
+from tests.fakes.node_settings import NEEDED, TOKEN_FILE
+
+NODE = {**NEEDED, "bootstrap_token": TOKEN_FILE}
 
 
 def configured(**settings: object) -> Config:
@@ -104,6 +107,29 @@ def test_lines_that_only_prepare_a_start_or_a_stop_need_no_restart() -> None:
     for changed in (nspawn.replace(b"VirtualEthernet=no", b"VirtualEthernet=yes"), nspawn.replace(b"/srv/data", b"/x")):
         assert fixed_lines(changed, drop_in) != fixed_lines(nspawn, drop_in)
     assert fixed_lines(nspawn, drop_in.replace(b"TasksMax=infinity", b"")) != fixed_lines(nspawn, drop_in)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "values"),
+    [
+        ("Exec", "ResolvConf", ([], "off", "replace-host", "replace-uplink")),
+        ("Exec", "RestrictAddressFamilies", ([], "AF_UNIX AF_INET AF_INET6 AF_NETLINK AF_PACKET")),
+        ("Files", "Bind", ([], "/dev/fuse", ["/dev/fuse", "/dev/net/tun"])),
+        ("Files", "BindReadOnly", ([], "/sys/module", "/sys/module/nvidia")),
+    ],
+)
+@pytest.mark.parametrize("node", [{}, {"node": NODE}])
+def test_a_change_of_further_settings_needs_a_restart(
+    section: str, key: str, values: tuple[object, ...], node: dict[str, object]
+) -> None:
+    """Also of a line that the agent could have written itself, without which a machine may run on."""
+    fixed, compared = set[str](), set[bytes]()
+    for value in values:
+        config = configured(nspawn={"extra": {section: {key: value}}}, **node)
+        (machine,) = plan(config, replace(facts(), systemd_version=261)).goal.machines
+        fixed.add(machine.live.fixed)
+        compared.add(b"\n".join(fixed_lines(machine.nspawn.content, machine.drop_in.content)))
+    assert len(fixed) == len(compared) == len(values)
 
 
 def test_a_machine_stops_before_what_its_pods_use() -> None:
