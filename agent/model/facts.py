@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from agent.model.conditions import Condition
 from agent.model.device import DeviceKind, DeviceNumber
@@ -135,6 +136,9 @@ class Granted(Struct, frozen=True):
 
 
 READ_ONLY, READ_WRITE = "ro:", "rw:"
+FIXED_FORM = "2:"
+"""The beginning of LiveSettings.fixed. It must change with each change of how the digest is formed: otherwise, an
+upgrade of the agent would ask for a restart of each running machine."""
 
 
 class LiveSettings(Struct, frozen=True):
@@ -144,7 +148,8 @@ class LiveSettings(Struct, frozen=True):
     """
 
     fixed: str
-    """Digest of the settings that only a restart can change; empty if they are only known to differ from the goal's."""
+    """Digest of the settings that only a restart can change; empty if they are only known to differ from the goal's, or
+    if the digest was of another form than FIXED_FORM. Then the copies of the files at the machine's start decide."""
     allow: tuple[DeviceAllow, ...]
     """What the agent put into the DeviceAllow= list of the machine's unit, in order."""
     nodes: Mapping[str, str]
@@ -174,7 +179,8 @@ def render_live(live: LiveSettings) -> bytes:
 
 def parse_live(data: bytes) -> LiveSettings:
     """Return the settings in a record. Raises DocumentError, which names the key."""
-    return _FORMAT.parse(LIVE_NAME, data)
+    live = _FORMAT.parse(LIVE_NAME, data)
+    return live if live.fixed.startswith(FIXED_FORM) else replace(live, fixed="")
 
 
 class RememberedGpu(Struct, frozen=True, order=True):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from agent.cli.prepare import prepare
 from agent.host.daemon.loop import EventLog
@@ -20,7 +21,7 @@ from agent.host.state.gpus import (
     record_lost,
 )
 from agent.model.conditions import ConditionType, Status
-from agent.model.facts import Remembered
+from agent.model.facts import Remembered, parse_live, render_live
 from agent.model.paths import (
     CONDITIONS,
     GPUS,
@@ -187,6 +188,20 @@ def test_a_machine_without_a_note_is_known_by_its_started_settings(gpu_host: Hos
     assert bound["/dev/nvidia2"] is True
     assert not bound.keys() & {"/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"}
     assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED)[1] != "MachineRestartNeeded"
+
+
+def test_an_upgrade_that_compares_settings_differently_needs_no_restart(gpu_host: Host) -> None:
+    """The digest in the note is of another form, but the machine has the same settings."""
+    running(gpu_host)
+    note = parse_live(gpu_host.read(live_file(MACHINE)))
+    older = replace(note, fixed="0" * 64, withdrawn=("/dev/nvidia7",))
+    gpu_host.write(live_file(MACHINE), render_live(older))
+    (machine,) = reconciler(gpu_host).reconcile().machines
+    assert condition(machine, ConditionType.DEVICES_ALLOWED)[1] != "MachineRestartNeeded"
+    kept = parse_live(gpu_host.read(live_file(MACHINE)))
+    assert (kept.owners, kept.withdrawn) == (note.owners, ("/dev/nvidia7",)), "the rest of the note still counts"
+    (machine,) = reconciler(gpu_host, nspawn={"capability": "all"}).reconcile().machines
+    assert condition(machine, ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "MachineRestartNeeded")
 
 
 def test_a_machine_without_a_note_loses_permissions_that_are_not_granted(gpu_host: Host) -> None:

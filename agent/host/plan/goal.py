@@ -25,6 +25,7 @@ from agent.host.vendors import host_vendor, rank
 from agent.model.conditions import Reason
 from agent.model.device import PCI_ADDRESS
 from agent.model.facts import (
+    FIXED_FORM,
     READ_ONLY,
     READ_WRITE,
     UNSTAGED,
@@ -455,7 +456,7 @@ def _machine_goal(
     # The digest has all configured mounts, even those without a source: a source that appears or disappears must not
     # change it.
     configured = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts))
-    fixed = sha256(b"\n".join(fixed_lines(configured, drop_in)))
+    fixed = FIXED_FORM + sha256(b"\n".join(fixed_lines(configured, drop_in)))
     handoff = Handoff(
         name,
         facts.architecture,

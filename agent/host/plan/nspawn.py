@@ -295,7 +295,7 @@ def fixed_lines(nspawn: bytes, drop_in: bytes, bound: Collection[bytes] = ()) ->
     """Return the lines that need a restart if they change.
 
     All lines from nspawn.extra do. Of the agent's own, the lines of NOT_COMPARED and binds of the paths in `bound` do
-    not.
+    not. If this function changes, so must FIXED_FORM.
     """
     fixed, theirs = list[bytes](), False
     for line in nspawn.splitlines():

@@ -15,7 +15,17 @@ from agent.host.observe.host import observe_files, read_owned
 from agent.host.observe.machine import Unit, observe_machine
 from agent.host.state.records import OWNED_FILES, Owned, render_manifest
 from agent.model.errors import DocumentError
-from agent.model.facts import Absent, Broken, DeviceAllow, FileState, Library, LiveSettings, StagedRoot, render_live
+from agent.model.facts import (
+    FIXED_FORM,
+    Absent,
+    Broken,
+    DeviceAllow,
+    FileState,
+    Library,
+    LiveSettings,
+    StagedRoot,
+    render_live,
+)
 from agent.model.paths import (
     HOST_NVIDIA,
     MANIFESTS,
@@ -215,7 +225,7 @@ def test_a_machine_without_anything(host: Host) -> None:
 
 def test_a_machine_that_reports(host: Host) -> None:
     host.make_directory("/var/lib/machines/node")
-    live = LiveSettings(DIGEST, (DeviceAllow("char-pts", "rw"),), {"/dev/nvidia0": "195:0"})
+    live = LiveSettings(FIXED_FORM + DIGEST, (DeviceAllow("char-pts", "rw"),), {"/dev/nvidia0": "195:0"})
     host.file(live_file("node"), render_live(live))
     host.file(REPORT, "{}")
     facts = observe_machine("node", Unit("active", needs_reload=True), host, Ages())

@@ -14,7 +14,7 @@ from agent.host.observe.machine import parse_device_allow
 from agent.host.plan.goal import plan
 from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Facts, Gpu, MountSource, ServiceDirectory, VendorFacts
-from agent.model.goal import OwnedFile
+from agent.model.goal import MachineGoal
 from agent.model.handoff import OTHER_DEVICES
 from tests.fakes.facts import facts, node, nvidia
 from tests.fakes.golden import GOLDEN, expect_golden
@@ -122,21 +122,31 @@ def observed(case: Case) -> Facts:
     )
 
 
-def rendered(case: Case) -> tuple[OwnedFile, OwnedFile]:
+def goal(case: Case) -> MachineGoal:
     config = Config.validated({"machines": {case.machine: case.settings}})
     (machine,) = plan(config, observed(case)).goal.machines
-    return machine.nspawn, machine.drop_in
+    return machine
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_files_are_these(name: str) -> None:
-    nspawn, drop_in = rendered(CASES[name])
+    machine = goal(CASES[name])
+    nspawn, drop_in = machine.nspawn, machine.drop_in
     expect_golden(f"{name}.nspawn", nspawn.content.decode())
     expect_golden(f"{name}.conf", drop_in.content.decode())
     assert (nspawn.mode, drop_in.mode) == (0o644, 0o644)
 
 
+def test_the_digest_of_fixed_settings_is_this() -> None:
+    """If it changes although no setting in the golden files did, change FIXED_FORM: running machines are as before."""
+    expect_golden("default.fixed", f"{goal(CASES['default']).live.fixed}\n")
+
+
 def test_no_file_is_left_over() -> None:
     """A case that was renamed would leave files that nothing compares."""
     names = {path.name for path in GOLDEN.iterdir()}
-    assert names == {"node-files.txt", *(f"{name}.{suffix}" for name in CASES for suffix in ("nspawn", "conf"))}
+    assert names == {
+        "node-files.txt",
+        "default.fixed",
+        *(f"{name}.{suffix}" for name in CASES for suffix in ("nspawn", "conf")),
+    }

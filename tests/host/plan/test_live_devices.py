@@ -14,7 +14,17 @@ from agent.host.plan.goal import plan
 from agent.host.plan.live_devices import Acknowledged
 from agent.host.state.records import MARK
 from agent.model.errors import AgentError, BusAnswerError, BusError, DocumentError
-from agent.model.facts import DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts, parse_live, render_live
+from agent.model.facts import (
+    FIXED_FORM,
+    DeviceAllow,
+    Facts,
+    FileState,
+    LiveSettings,
+    Unseen,
+    VendorFacts,
+    parse_live,
+    render_live,
+)
 from agent.model.goal import ChangeDevices, RemoveFile, WriteFile
 from agent.model.paths import (
     OWNED,
@@ -30,7 +40,9 @@ from tests.fakes.facts import CONFIG, MACHINE, facts, nvidia, running, without_s
 from tests.fakes.host import Host
 
 BEFORE = LiveSettings(
-    "0" * 64, (DeviceAllow("char-pts", "rw"), DeviceAllow("/dev/char/195:0", "rw")), {"/dev/nvidia0": "195:0"}
+    FIXED_FORM + "0" * 64,
+    (DeviceAllow("char-pts", "rw"), DeviceAllow("/dev/char/195:0", "rw")),
+    {"/dev/nvidia0": "195:0"},
 )
 ALLOW = (DeviceAllow("char-pts", "rw"), DeviceAllow("/dev/char/195:1", "rw"))
 NODES = {"/dev/nvidia1": "195:1", "/dev/nvidia2": "195:2"}
@@ -58,7 +70,8 @@ def test_gpus_nodes_are_bound_read_only(host: Host) -> None:
 
 
 @given(st.builds(
-    LiveSettings, st.text(), st.lists(st.text().map(DeviceAllow.parse)).map(tuple),
+    LiveSettings, st.just("") | st.text().map(FIXED_FORM.__add__),
+    st.lists(st.text().map(DeviceAllow.parse)).map(tuple),
     st.dictionaries(st.text(), st.text()), st.text(), st.booleans(),
     st.dictionaries(st.text(), st.text()),
 ))  # fmt: skip
