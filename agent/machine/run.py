@@ -357,7 +357,9 @@ def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[
             path = f"{MACHINE_HANDOFF_DIRECTORY}/{FABRIC_NAME}"
             manager = context.system.read(path, SIZE_LIMIT).decode(errors="replace")
         cause, now = json_digest([generation, manager, publications(context)]), time.monotonic()
-        if noted := context.notes.load(note):
+        noted = context.notes.load(note)
+        # Notes of earlier agents have other keys. They count as missing.
+        if {"generation", "manager"} <= noted.keys():
             answers = tuple(FabricAnswer(*each) for each in noted["answers"])
             same, until = noted["cause"] == cause, noted["until"]
             started_again = noted["generation"] == generation and noted["manager"] != manager

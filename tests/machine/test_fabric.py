@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent.host.observe.machine import parse_report
-from agent.machine.notes import LONGEST
+from agent.machine.notes import LONGEST, Notes
 from agent.machine.run import run
 from agent.model.paths import FABRIC_NAME, MACHINE_HANDOFF_DIRECTORY
 from agent.system.process import Completed
@@ -226,3 +226,18 @@ def test_a_damaged_note_costs_a_question(machine: Machine) -> None:
         path.write_bytes(damage)
         assert asked(machine)
         assert answers(machine) == answer(*GPUS, state="N/A", status="N/A")
+
+
+def test_a_note_with_other_keys_costs_a_question(machine: Machine) -> None:
+    """It is of an earlier agent, and every run failed at it until the machine's next boot."""
+    given = answer(*GPUS, state="N/A", status="N/A")
+    before = {
+        "cause": "",
+        "host": ["", ""],
+        "since": 1.0,
+        "until": 1e9,
+        "answers": [[*each.values()] for each in given],
+    }
+    Notes(machine).save("fabric-nvidia", before)
+    assert [asked(machine), asked(machine)] == [True, False]
+    assert answers(machine) == given
