@@ -86,8 +86,10 @@ class _Candidate(NamedTuple):
         return self._replace(verdict=self.verdict._replace(missing_gpus=missing))
 
 
-def publish_spec(context: Context, vendor: MachineVendor, request: Request, *, at_once: bool = False) -> Published:
-    """Bring the specification of the GPUs up to date. Raises nothing.
+def publish_spec(
+    context: Context, vendor: MachineVendor, request: Request, known: tuple[str, ...] = (), *, at_once: bool = False
+) -> Published:
+    """Bring the specification of the GPUs up to date. Raises nothing: after an exception, the devices are the `known`.
 
     If the last result was good, programs are started only after an input, the published file or another program's
     specification has changed. If the last result was not good, the same holds until the next attempt is due (Failure),
@@ -97,7 +99,7 @@ def publish_spec(context: Context, vendor: MachineVendor, request: Request, *, a
         return _publish_gpus(context, vendor, request, at_once=at_once)
     # Any exception, as in `attempt`.
     except Exception as error:
-        return Published(false(KIND, Reason.FAILED, in_words(error)))
+        return Published(false(KIND, Reason.FAILED, in_words(error)), known)
 
 
 def _publish_gpus(context: Context, vendor: MachineVendor, request: Request, *, at_once: bool) -> Published:

@@ -299,7 +299,7 @@ def _settle_request(context: Context, request: Request) -> Outcome:
         # nodes are gone. If there is a condition `not_withdrawn`, some nodes may be gone even though `removed` is empty
         # (the removal of a node could not be noted), so try again in this case too. But that condition may last, so an
         # attempt then waits as usual.
-        published = cdi.publish_spec(context, vendor, request, at_once=bool(removed))
+        published = cdi.publish_spec(context, vendor, request, published.devices, at_once=bool(removed))
     spec_condition = published.condition
     if Remark.EDITS_LEFT_OUT in words and spec_condition.reason == Reason.VERIFIED:
         spec_condition = spec_condition._replace(reason=Reason.EDITS_LEFT_OUT)

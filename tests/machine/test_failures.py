@@ -9,9 +9,21 @@ import pytest
 
 from agent.machine.notes import LONGEST
 from agent.machine.run import HANDOFF, run
-from agent.model.paths import GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY, mode_spec_file, spec_file
+from agent.model.handoff import DRA, GrantedDevice
+from agent.model.paths import ALLOCATABLE, GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY, mode_spec_file, spec_file
 from agent.system.process import Completed
-from tests.fakes.machine import DEVICES, GPUS, REQUEST, Machine, failing, hang, nvidia_ctk, recorded_spec, without_a_gpu
+from tests.fakes.machine import (
+    DEVICES,
+    GPUS,
+    REQUEST,
+    Machine,
+    failing,
+    hang,
+    nvidia_ctk,
+    recorded_spec,
+    umount,
+    without_a_gpu,
+)
 from tests.fakes.machine import SPEC as RECORDED
 
 MINUTE = 60.0
@@ -153,3 +165,28 @@ def test_a_node_that_cannot_be_withdrawn_does_not_end_the_wait(
         assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
         later(MINUTE)
     assert attempts == [0, 1, 2, 4, 8]
+
+
+def test_a_defect_of_the_second_attempt_costs_no_device(machine: Machine) -> None:
+    """The first one has found what the last good specification serves. Without it, claims would lose their GPUs."""
+    channel = GrantedDevice("/dev/nvidia-caps-imex-channels/channel0", "imex-channel", 509, 0)
+    machine.node(channel.path, channel.major, channel.minor)
+    machine.mounts = [channel.path]
+    machine.hand(REQUEST._replace(devices=(*DEVICES, channel)), allocation=DRA)
+    run(machine)
+    offered = machine.read(ALLOCATABLE)
+    assert GPUS[0].encode() in offered
+    machine.hand(REQUEST, allocation=DRA)
+    fails(machine)
+
+    def unmount(argv: tuple[str, ...]) -> Completed:
+        machine.before_read = failing(errno.EIO, "state/spec-failed-nvidia.json")
+        return umount(machine, argv)
+
+    machine.program("umount", unmount)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "Failed")
+    assert (
+        json.loads(machine.read(ALLOCATABLE))["vendors"][0]["devices"] == json.loads(offered)["vendors"][0]["devices"]
+    )
+    assert machine.report()["cdi_devices"]
