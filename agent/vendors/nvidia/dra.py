@@ -33,11 +33,12 @@ def read_facts(
             )
         return left
 
-    addresses = sorted({each.pci_address for each in devices})
+    addresses, left = sorted({each.pci_address for each in devices}), remaining()
     try:
-        rows = query(system, FIELDS, addresses, remaining())
+        rows = query(system, FIELDS, addresses, left, left)
     except ExitCodeError:
-        rows = query(system, FIELDS[:-1], addresses, remaining())
+        left = remaining()
+        rows = query(system, FIELDS[:-1], addresses, left, left)
     # A value in brackets means that the driver does not know it: [N/A], [Unknown Error], [GPU is lost].
     gpus = {
         gpu: {key: value for key, value in zip(FIELDS, values, strict=False) if value and not value.startswith("[")}

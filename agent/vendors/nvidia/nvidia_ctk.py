@@ -358,7 +358,7 @@ def query_gpus(system: System, count: int, limit: float) -> dict[str, tuple[str,
     Return nothing if nvidia-smi cannot run, or if not all GPUs could be queried within `limit` seconds.
     """
     try:
-        rows = query(system, ("uuid", "mig.mode.current"), range(count), limit)
+        rows = query(system, ("uuid", "mig.mode.current"), range(count), limit, limit / 2)
     except (AgentError, OSError):
         return {}
     return {gpu: (uuid, mode == "Enabled") for gpu, (uuid, mode) in rows.items() if UUID.fullmatch(uuid)}
@@ -369,8 +369,9 @@ def query_fabric(system: System, gpus: tuple[str, ...]) -> tuple[FabricAnswer, .
 
     If the driver is too old to be asked, the answers are empty. Return nothing if nvidia-smi cannot run.
     """
+    fields = ("fabric.state", "fabric.status", "persistence_mode")
     try:
-        rows = query(system, ("fabric.state", "fabric.status", "persistence_mode"), range(len(gpus)), FABRIC_LIMIT)
+        rows = query(system, fields, range(len(gpus)), FABRIC_LIMIT, FABRIC_LIMIT / 2)
     except ExitCodeError:
         return tuple(FabricAnswer(gpu, "", "") for gpu in gpus)
     except (AgentError, OSError):
@@ -386,11 +387,14 @@ def query_fabric(system: System, gpus: tuple[str, ...]) -> tuple[FabricAnswer, .
     return tuple(each for each in answers if is_answer(each))
 
 
-def query(system: System, fields: tuple[str, ...], names: Collection[object], limit: float) -> dict[str, list[str]]:
+def query(
+    system: System, fields: tuple[str, ...], names: Collection[object], limit: float, first_limit: float
+) -> dict[str, list[str]]:
     """Return the values of fields of GPUs, by PCI address. A GPU that NVML cannot open is left out.
 
-    If one GPU has failed, a query of all GPUs fails. Then each of the `names` is queried by itself. These are indices,
-    or PCI addresses: to find a GPU by its address, nvidia-smi also opens the GPUs with lower indices.
+    If one GPU has failed, a query of all GPUs, which may take `first_limit` seconds, fails. Then each of the `names` is
+    queried by itself. These are indices, or PCI addresses: to find a GPU by its address, nvidia-smi also opens the GPUs
+    with lower indices.
 
     Raises ExitCodeError if nvidia-smi does not know the fields; AgentError or OSError if it cannot run, or if not all
     GPUs could be queried within `limit` seconds.
@@ -399,7 +403,7 @@ def query(system: System, fields: tuple[str, ...], names: Collection[object], li
     arguments = (f"--query-gpu=pci.bus_id,{','.join(fields)}", "--format=csv,noheader,nounits")
     texts = []
     try:
-        texts.append(system.run(NVIDIA_SMI, *arguments, timeout=limit / 2))
+        texts.append(system.run(NVIDIA_SMI, *arguments, timeout=first_limit))
     except ExitCodeError as error:
         if error.status == INVALID:
             raise

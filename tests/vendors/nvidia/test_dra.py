@@ -134,3 +134,14 @@ def test_a_program_that_hangs_is_stopped_in_time(tmp_path: Path) -> None:
 
     with pytest.raises(AgentError, match="stopped after its time limit"):
         facts(tmp_path, run, GPU)
+
+
+def test_a_query_of_all_gpus_has_all_the_time(tmp_path: Path) -> None:
+    """It opens each GPU, which takes seconds on a host with eight if no process keeps them open."""
+
+    def run(argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv[1].startswith("--query") and timeout < 4:
+            raise TimeLimitError
+        return answers()(argv, timeout)
+
+    assert facts(tmp_path, run, GPU)[GPU].complete
