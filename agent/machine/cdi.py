@@ -46,7 +46,7 @@ run withdraws and reports nothing."""
 SHORTEST = 1.0
 """Seconds of LIMIT that must be left to start the generator."""
 MODE_SHOWN = 300
-"""How many characters of one mode's failure the remark on the modes shows."""
+"""How many characters of a mode's failure are shown, before what became of its published specification."""
 
 
 class _Spec(NamedTuple):
@@ -166,10 +166,11 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
             if condition.status is Status.TRUE:
                 served.append(said)
             else:
-                failed.append(f"{name}: {said[:MODE_SHOWN]}")
+                failed.append(f"{name}: {said}")
         # Any exception, because the content of files or a tool's output must not keep the report from being written.
         except Exception as error:
-            failed.append(f"{name}: {one_line(in_words(error))[:MODE_SHOWN]}{_narrow(context, spec) if spec else ''}")
+            kept = _narrow(context, spec, outdated=False) if spec else ""
+            failed.append(f"{name}: {one_line(in_words(error))[:MODE_SHOWN]}{kept}")
     not_served = [f"ModeNotServed: {'; '.join(failed)}"] if failed else []
     without = [f"no devices for mode {', '.join(without_devices)}"] if without_devices else []
     parts = (*not_served, *served, *remarks, *left_out, *without)
@@ -361,7 +362,9 @@ def _empty(system: System, directory: str) -> None:
 def _kept(context: Context, spec: _Spec, current: _Candidate | None, reason: Reason, message: str) -> Published:
     """Return the result of a run that cannot publish a new specification. The current one, if any, stays."""
     if spec.mode:
-        return Published(false(KIND, reason, message + _narrow(context, spec)))
+        # After the reason FAILED, the file may already be the new one.
+        kept = _narrow(context, spec, outdated=reason != Reason.FAILED)
+        return Published(false(KIND, reason, f"{one_line(message)[:MODE_SHOWN]}{kept}"))
     if current is None:
         return Published(false(KIND, reason, f"{message}. There is no usable CDI specification"))
     if current.verdict.problems:
@@ -372,11 +375,12 @@ def _kept(context: Context, spec: _Spec, current: _Candidate | None, reason: Rea
     return Published(false(KIND, reason, why), current.verdict.devices)
 
 
-def _narrow(context: Context, spec: _Spec) -> str:
+def _narrow(context: Context, spec: _Spec, *, outdated: bool) -> str:
     """Remove withdrawn nodes from a mode's published specification, because no new one could be published.
 
-    If no granted device is left in the file, or if the file cannot be edited, the file is removed. Returns what was
-    done, as the end of a message; empty if the file is missing, or not the agent's. Raises nothing.
+    If no granted device is left in the file, or if the file cannot be edited, the file is removed. Returns what became
+    of it, as the end of a message; empty if it is missing, or not the agent's, or has not changed and is not known to
+    be `outdated`. Raises nothing.
     """
     system, owned, path = context.system, context.owned, spec.own.path
     try:
@@ -390,7 +394,8 @@ def _narrow(context: Context, spec: _Spec) -> str:
                 content = json_for_yaml(normalised(rest), sort_keys=True)
                 if content != text:
                     system.write(path, content)
-                return "; the published CDI specification is out of date"
+                    outdated = True
+                return "; the published CDI specification is out of date" if outdated else ""
         owned.remove(path)
         return f"; removed {path}, which had no granted device left or could not be edited"
     # Any exception: the failed publication, for which this was called, is always reported.

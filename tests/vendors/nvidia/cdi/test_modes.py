@@ -50,6 +50,7 @@ from tests.fakes.machine import (
     ROOT,
     Machine,
     containerd,
+    failing,
     nvidia_ctk,
     recorded_spec,
     recorded_syncs,
@@ -265,6 +266,26 @@ def test_nothing_is_left_of_a_spec(machine: Machine) -> None:
     assert not machine.exists(published("gdrcopy"))
     assert published("gdrcopy") not in json.loads(machine.read(OWNED))["paths"]
     assert "level=error; removed /etc/cdi/nvidia-gdrcopy.yaml" in machine.message("CDISpecCurrent")
+
+
+def test_a_long_error_does_not_hide_what_became_of_a_spec(machine: Machine) -> None:
+    run(machine)
+    answer(machine, {"gdrcopy": Completed(1, b"", b"level=error " + b"x" * 1000)})
+    machine.hand(WANTED, OTHERS._replace(devices=(GDRDRV._replace(minor=1),)))
+    run(machine)
+    message = machine.message("CDISpecCurrent")
+    assert "; ModeNotServed: gdrcopy: " in message
+    assert "xxx; removed /etc/cdi/nvidia-gdrcopy.yaml, which had no granted device left" in message
+
+
+@pytest.mark.parametrize("unreadable", ["state/spec-nvidia-gds.json", "state/foreign-specs-nvidia.json"])
+def test_a_fault_elsewhere_does_not_outdate_a_spec(machine: Machine, unreadable: str) -> None:
+    run(machine)
+    machine.before_read = failing(errno.EIO, unreadable)
+    run(machine)
+    assert "; ModeNotServed: gds: [Errno 5] Input/output error: " in machine.message("CDISpecCurrent")
+    assert "out of date" not in machine.message("CDISpecCurrent")
+    assert spec_of(machine, "gds") == recorded("gds")
 
 
 @pytest.mark.parametrize("disk", ["full", "somebody wrote"])
