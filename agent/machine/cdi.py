@@ -129,16 +129,17 @@ def _publish_gpus(context: Context, vendor: MachineVendor, request: Request, *, 
     return Published(foreign_specs.with_foreign(condition._replace(message=said), devices, foreign, own), names)
 
 
-def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> tuple[str, tuple[str, ...]]:
+def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> tuple[str, tuple[str, ...], bool]:
     """Publish the specifications of all requested modes. Raises nothing.
 
-    Returns a remark for CDISpecCurrent, and its words.
+    Returns a remark for CDISpecCurrent, its words, and whether something was left out of a specification that is
+    published and served.
 
     A failure is only a remark, because Ready is about GPUs, and pods get the GPUs from another specification.
     """
     granted = [device for each in context.handoff.requests for device in each.devices]
     deadline = time.monotonic() + LIMIT
-    served, without_devices, failed, left_out = [], [], [], []
+    served, without_devices, failed, left_out, served_without = [], [], [], [], False
     # A remark on several modes is made only once.
     remarks, words = dict[str, None](), dict[str, None]()
     for name in request.cdi_modes:
@@ -165,6 +166,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
             said = one_line(condition.message)
             if condition.status is Status.TRUE:
                 served.append(said)
+                served_without |= bool(published.left_out)
             else:
                 failed.append(f"{name}: {said}")
         # Any exception, because the content of files or a tool's output must not keep the report from being written.
@@ -174,7 +176,8 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
     not_served = [f"ModeNotServed: {'; '.join(failed)}"] if failed else []
     without = [f"no devices for mode {', '.join(without_devices)}"] if without_devices else []
     parts = (*not_served, *served, *remarks, *left_out, *without)
-    return "".join(f"; {part}" for part in parts), (*words, *((Remark.MODE_NOT_SERVED,) if failed else ()))
+    words |= {Remark.MODE_NOT_SERVED: None} if failed else {}
+    return "".join(f"; {part}" for part in parts), tuple(words), served_without
 
 
 def _mode_spec(

@@ -291,7 +291,8 @@ def _settle_request(context: Context, request: Request) -> Outcome:
     # nvidia-smi needs the libraries. The GPUs are asked while the generator has them open too.
     fabric = InBackground(lambda: _fabric(context, vendor, request))
     published = cdi.publish_spec(context, vendor, request)
-    modes_remark, words = cdi.publish_modes(context, vendor, request) if request.cdi_modes else ("", ())
+    modes = cdi.publish_modes(context, vendor, request) if request.cdi_modes else ("", (), False)
+    modes_remark, words, left_out = modes
     # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
     removed, not_withdrawn = devices.withdraw_nodes(context, request, _newest(context.system))
     if (removed or not_withdrawn) and published.condition.status is not Status.TRUE:
@@ -301,7 +302,7 @@ def _settle_request(context: Context, request: Request) -> Outcome:
         # attempt then waits as usual.
         published = cdi.publish_spec(context, vendor, request, published.devices, at_once=bool(removed))
     spec_condition = published.condition
-    if Remark.EDITS_LEFT_OUT in words and spec_condition.reason == Reason.VERIFIED:
+    if left_out and spec_condition.reason == Reason.VERIFIED:
         spec_condition = spec_condition._replace(reason=Reason.EDITS_LEFT_OUT)
     (spec_condition,) = with_remark((spec_condition,), spec_condition.type, modes_remark, words)
     conditions: tuple[Condition, ...] = (linked, configured, active.result(), opened.result(), spec_condition)

@@ -371,6 +371,7 @@ def test_modes_of_a_later_toolkit(machine: Machine, mode: str) -> None:
     run(machine)
     assert f"ModeNotServed: {mode}: the new CDI specification failed the check: " in machine.message("CDISpecCurrent")
     assert "LD_PRELOAD" in machine.message("CDISpecCurrent")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified"), "nothing was left out of what pods use"
 
 
 # ---- generated specifications

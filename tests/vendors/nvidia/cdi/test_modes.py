@@ -478,7 +478,7 @@ def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatc
 
     hanging, handoff = System(runner, str(machine.tree)), machine.hand(WANTED, OTHERS)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    modes, _ = publish_modes(Context.of(hanging, handoff), NvidiaMachine(), WANTED)
+    modes, _, _ = publish_modes(Context.of(hanging, handoff), NvidiaMachine(), WANTED)
     assert limits == [8, 2]
     assert "; ModeNotServed: gds: /usr/bin/nvidia-ctk: stopped after its time limit of 8 s; mofed: " in modes
     assert modes.count("not generated yet: too little was left of the 10 s for all modes (the next") == 4
