@@ -463,7 +463,9 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
             elif MAIN in change.files:
                 record_repair(notes, Repair.CONTAINERD, f"somebody removed the import of {drop_in} from {MAIN}")
     # If there is a problem, the files are as they were, or the drop-in was emptied.
-    own = {"drop_in": _digest(read_optional(system, drop_in)), "path": drop_in, "import": change.pattern}
+    own = {"drop_in": _digest(read_optional(system, drop_in)), "path": drop_in}
+    # An import with which the drop-in does not work must not be made again after somebody has removed it.
+    own |= {} if problem else {"import": change.pattern}
     notes.save(name, {"state": state if problem else inputs, "problem": problem, **own})
     return _condition(problem, drop_in)
 

@@ -525,6 +525,19 @@ def test_files_that_containerd_did_load_are_loaded_again(machine: Machine) -> No
     assert tomllib.loads(machine.read_text(MAIN))["imports"] == [IMPORT]
 
 
+def test_an_import_with_which_the_drop_in_did_not_work_is_not_made_again(machine: Machine) -> None:
+    """Somebody removed it, because of a file that it also loads."""
+    machine.put(MAIN, f'imports = ["/etc/containerd/conf.d/*9*.toml"]\n{MAIN_2}')
+    on_read_back(machine, lambda _: REFUSED)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    machine.put(MAIN, MAIN_2)
+    works(machine)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert tomllib.loads(machine.read_text(MAIN))["imports"] == [IMPORT]
+
+
 def test_containerd_restarts_once_per_change(machine: Machine) -> None:
     """A run without change never restarts it; a user's edit that changes the drop-in does, once."""
     machine.put(MAIN, MAIN_2)
