@@ -120,7 +120,8 @@ def render_gpu_states(gpus: Iterable[GpuStatus]) -> bytes:
 def parse_gpu_states(data: bytes) -> dict[str, GpuStatus]:
     """Return the states by PCI address. Raises DocumentError, which names the wrong key or the repeated GPU."""
     gpus = parse_document(GPU_STATES_NAME, data, _GpuStates, VERSION, HOST).gpus
-    _refuse_duplicates(GPU_STATES_NAME, "GPU", [each.pci_address for each in gpus], "")
+    addresses = [each.pci_address for each in gpus]
+    _refuse_duplicates(GPU_STATES_NAME, "GPU", addresses, "the host half writes the document again")
     for gpu in gpus:
         if gpu.effect and gpu.state is GpuState.HEALTHY:
             raise DocumentError(f"{GPU_STATES_NAME}: a healthy GPU cannot have the effect {gpu.effect}")
