@@ -353,5 +353,5 @@ def _told(
     try:
         yield
     except (AgentError, OSError) as error:
-        log.warning("claim %s is %s: %s", claim, state, error)
+        log.warning("claim %s is %s: %s", claim, state, one_line(str(error)))
         answer.error = _valid(str(error))[:ERROR_LIMIT]
