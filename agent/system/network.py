@@ -71,8 +71,7 @@ class HostNetwork:
 @contextmanager
 def connected() -> Iterator[IPRoute]:
     """Yield a netlink connection. The library's own exceptions become OSError."""
-    from pyroute2 import IPRoute
-    from pyroute2.netlink.exceptions import NetlinkError
+    from pyroute2 import IPRoute, NetlinkError
 
     try:
         with IPRoute() as connection:
