@@ -307,7 +307,7 @@ class Memory(Struct, frozen=True):
 
 
 def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:
-    """Return the facts of one pass; what could not be observed is Unseen. Raises ObservationError for the GPU notes."""
+    """Return the facts of one pass; what could not be observed is Unseen. Raises AgentError for the GPU notes."""
     owned, discarded = read_owned(system)
     recorded = () if isinstance(owned, Unseen) else tuple(owned)
     # Include machines that are no longer configured but still have the agent's settings.
