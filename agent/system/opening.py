@@ -75,6 +75,9 @@ def content(probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[b
         while missing and (part := os.read(descriptor, min(PART, missing))):
             parts.append(part)
             missing -= len(part)
+    except OSError as error:
+        # An error of read(2) has no path.
+        raise OSError(error.errno, error.strerror, path) from None
     finally:
         os.close(descriptor)
     if whole and not missing:

@@ -33,6 +33,13 @@ def test_absolute_links_stay_below_the_root(system: System, tmp_path: Path) -> N
         system.real_path("/escape")
 
 
+def test_an_error_of_reading_names_the_file() -> None:
+    """The kernel opens this file, and refuses to read at address 0."""
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        System(no_process).read("/proc/self/mem")
+    assert raised.value.filename == "/proc/self/mem"
+
+
 def test_link_loops_end(system: System) -> None:
     system.link("/a", "b")
     system.link("/b", "a")
