@@ -401,7 +401,7 @@ class ApiClient:
             response = connection.ask(method, path, content)
             return response, response.read(ANSWER_LIMIT + 1)
 
-        response, body = connection.bounded(what, ask)
+        response, body = connection.bounded(what, ask, REQUEST_LIMIT)
         with self._lock:
             if response.isclosed() and not (response.will_close or self._closed) and len(self._idle) < IDLE_CONNECTIONS:
                 self._idle.append((time.monotonic(), connection))
@@ -422,18 +422,21 @@ class ApiClient:
         query = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_LIMIT), **parameters}
         what, connection = f"watch {path}", _Connection(self._credentials.session())
         place = _with_query(path, query | {"resourceVersion": version})
-        response = connection.bounded(what, lambda: connection.ask("GET", place, None))
+
+        def ask() -> tuple[http.client.HTTPResponse, bytes]:
+            response = connection.ask("GET", place, None)
+            return response, response.read(ANSWER_LIMIT) if response.status >= 300 else b""
+
+        response, body = connection.bounded(what, ask, REQUEST_LIMIT)
         end = time.monotonic() + WATCH_LIMIT + WATCH_MARGIN
         try:
             if response.status >= 300:
-                raise api_error(what, response.status, response.read(ANSWER_LIMIT))
+                raise api_error(what, response.status, body)
             yield {}
-            while connection.wait_until(end) and (line := response.readline(ANSWER_LIMIT + 1)):
+            while line := connection.bounded(what, lambda: response.readline(ANSWER_LIMIT + 1), end - time.monotonic()):
                 if len(line) > ANSWER_LIMIT:
                     raise ApiError(what, f"an event has more than {ANSWER_LIMIT} bytes")
                 yield _event(what, line)
-        except (OSError, http.client.HTTPException) as error:
-            raise connection.failure(what, error) from error
         finally:
             connection.close()
 
@@ -466,6 +469,8 @@ class _Connection(http.client.HTTPSConnection):
         self._socket: socket.socket | None = None
         self._response: http.client.HTTPResponse | None = None
         """The last answer. It keeps the socket open until it is closed itself."""
+        self._given_up = False
+        """Whether the caller has stopped waiting for an answer."""
 
     def connect(self) -> None:
         http.client.HTTPConnection.connect(self)
@@ -473,29 +478,35 @@ class _Connection(http.client.HTTPSConnection):
             self.sock.setsockopt(*option)
         name = self.session.kubeconfig.server_name
         self._socket = self.sock = self.session.context.wrap_socket(self.sock, server_hostname=name)
+        # From now on, `bounded` ends what takes too long.
+        self.sock.settimeout(None)
+        # Only now: whoever gave up before did not see this socket.
+        if self._given_up:
+            raise TimeoutError
 
-    def bounded(self, what: str, ask: Callable[[], T]) -> T:
-        """Return what `ask` returns within REQUEST_LIMIT, however often the server sends a byte. Raises ApiError.
+    def bounded(self, what: str, ask: Callable[[], T], seconds: float) -> T:
+        """Return what `ask` returns within `seconds`, however often the server sends a byte. Raises ApiError.
 
         After an error, the connection is closed.
         """
-
-        complete = late = False
+        complete = False
 
         def run() -> T:
             nonlocal complete
             try:
+                if self._given_up:
+                    raise TimeoutError
                 answer = ask()
-                complete = not late
+                complete = not self._given_up
                 return answer
             finally:
                 if not complete:
                     self.close()
 
         try:
-            return bounded(what, run, REQUEST_LIMIT)
+            return bounded(what, run, seconds)
         except (OSError, http.client.HTTPException) as error:
-            late = True
+            self._given_up = True
             if isinstance(error, TimeoutError) and self._socket is not None:
                 # Not closed here: this ends the call that still waits, and that closes the connection.
                 with contextlib.suppress(OSError):
@@ -518,14 +529,6 @@ class _Connection(http.client.HTTPSConnection):
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return not poll.poll(0)
-
-    def wait_until(self, end: float) -> bool:
-        """Let the next reading last until `end` at most. Raises TimeoutError if that has passed."""
-        left = end - time.monotonic()
-        if left <= 0 or self._socket is None:
-            raise TimeoutError
-        self._socket.settimeout(left)
-        return True
 
     def failure(self, what: str, error: Exception) -> ApiError:
         host = f"[{self.host}]" if ":" in self.host else self.host

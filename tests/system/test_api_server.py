@@ -35,6 +35,7 @@ from agent.system.api_server import (
     parse_kubeconfig,
     read_kubeconfig,
 )
+from agent.system.deadlines import bounded
 from agent.system.files import System
 from agent.system.process import Completed
 from tests.fakes.api_server import NODES, ApiServer, failure, make_certificate
@@ -279,14 +280,11 @@ def test_a_server_that_is_away_or_silent_is_an_error_in_time(
         assert time.monotonic() - begun < 5
 
 
-@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"], ids=["head", "body"])
-def test_a_server_that_sends_a_byte_now_and_then_is_an_error_in_time(
-    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch, begin: bytes
-) -> None:
-    """Each byte comes in time, and the answer never ends."""
+@contextmanager
+def trickling(api: ApiServer, begin: bytes) -> Iterator[None]:
+    """Replace the server by one that answers `begin`, and then a byte now and then: each in time, and without end."""
     port, stop = api.port, threading.Event()
     api.stop()
-    monkeypatch.setattr(api_module, "REQUEST_LIMIT", 1.0)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(api.certificate, api.directory / "api.key")
 
@@ -303,13 +301,35 @@ def test_a_server_that_sends_a_byte_now_and_then_is_an_error_in_time(
         timer = threading.Timer(20, stop.set)
         timer.start()
         begun = time.monotonic()
-        with pytest.raises(ApiError, match="timed out"):
-            client.get(HERE)
+        yield
         took = time.monotonic() - begun
         stop.set()
         timer.cancel()
         server.join()
     assert took < 10
+
+
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"], ids=["head", "body"])
+def test_a_server_that_sends_a_byte_now_and_then_is_an_error_in_time(
+    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    monkeypatch.setattr(api_module, "REQUEST_LIMIT", 1.0)
+    with trickling(api, begin), pytest.raises(ApiError, match="timed out"):
+        client.get(HERE)
+
+
+@pytest.mark.parametrize(
+    ("limit", "status"), [("WATCH_LIMIT", b"200 OK"), ("REQUEST_LIMIT", b"500 Broken")], ids=["event", "error"]
+)
+def test_a_watch_that_gets_a_byte_now_and_then_ends_in_time(
+    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch, limit: str, status: bytes
+) -> None:
+    monkeypatch.setattr(api_module, limit, 1.0)
+    monkeypatch.setattr(api_module, "WATCH_MARGIN", 0.0)
+    with trickling(api, b"HTTP/1.1 " + status + b"\r\n\r\n"), pytest.raises(ApiError, match="timed out") as caught:
+        list(client.watch(NODES, "1"))
+    assert caught.value.__traceback__
+    wait_for(lambda: not connections(api), 5, "the connection is closed")
 
 
 def test_an_ipv6_address_is_shown_as_in_a_url(api: ApiServer, joined: DraMachine) -> None:
