@@ -489,10 +489,11 @@ class _Connection(http.client.HTTPSConnection):
 
         After an error, the connection is closed.
         """
-        complete = False
+        begun = complete = False
 
         def run() -> T:
-            nonlocal complete
+            nonlocal begun, complete
+            begun = True
             try:
                 if self._given_up:
                     raise TimeoutError
@@ -507,7 +508,10 @@ class _Connection(http.client.HTTPSConnection):
             return bounded(what, run, seconds)
         except (OSError, http.client.HTTPException) as error:
             self._given_up = True
-            if isinstance(error, TimeoutError) and self._socket is not None:
+            if not begun:
+                # An earlier call of this name still hangs, or there is no thread.
+                self.close()
+            elif isinstance(error, TimeoutError) and self._socket is not None:
                 # Not closed here: this ends the call that still waits, and that closes the connection.
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)

@@ -35,7 +35,7 @@ from agent.system.api_server import (
     parse_kubeconfig,
     read_kubeconfig,
 )
-from agent.system.deadlines import bounded
+from agent.system.deadlines import bounded, stuck
 from agent.system.files import System
 from agent.system.process import Completed
 from tests.fakes.api_server import NODES, ApiServer, failure, make_certificate
@@ -45,6 +45,13 @@ from tests.fakes.web_server import certificate_of_an_intermediate_ca
 
 pytestmark = pytest.mark.processes
 HERE = f"{NODES}/{NODE}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs() -> Iterator[None]:
+    """A request is refused while one of the same name, as of an earlier test, still hangs."""
+    yield
+    wait_for(lambda: not [what for what in stuck() if NODES in what], 20, "all requests have ended")
 
 
 def test_the_token_is_sent_and_the_connection_kept(api: ApiServer, client: ApiClient) -> None:
@@ -58,6 +65,19 @@ def test_a_connection_that_the_server_closed_is_replaced(api: ApiServer, client:
     client.get(HERE)
     api.cut()
     assert client.get(HERE)["metadata"]["uid"] == "uid-1"
+
+
+def test_a_request_that_cannot_be_made_now_leaves_no_connection_open(api: ApiServer, client: ApiClient) -> None:
+    """The same request hangs, as while a name is looked up."""
+    client.get(HERE)
+    (kept,), end = connections(api), threading.Event()
+    with pytest.raises(TimeoutError):
+        bounded(f"GET {HERE}", lambda: end.wait(20), 0.01)
+    with pytest.raises(ApiError, match="timed out") as caught:
+        client.get(HERE)
+    end.set()
+    assert caught.value.__traceback__
+    assert kept.fileno() < 0
 
 
 def test_threads_share_the_client(api: ApiServer, client: ApiClient) -> None:
