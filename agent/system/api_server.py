@@ -375,6 +375,8 @@ SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),
 )
 """With these, TCP gives up on a peer that acknowledges nothing for 20 s (tcp(7))."""
+CLOSED_BY_SERVER = (ConnectionError, ssl.SSLEOFError)
+"""Errors that a request can end with if it uses an idle connection that the server has closed."""
 
 
 class ApiClient:
@@ -518,14 +520,27 @@ class _Connection(http.client.HTTPSConnection):
             raise self.failure(what, error) from error
 
     def ask(self, method: str, path: str, content: object) -> http.client.HTTPResponse:
-        """Send a request, and return the answer's head. Raises OSError or HTTPException."""
+        """Send a request, and return the answer's head. Raises OSError or HTTPException.
+
+        If this is an idle connection that the server has closed, the request is sent again, once, on a new one. That is
+        safe even if the server has already served the request: a slice is written with a resourceVersion or a fixed
+        name, so a second write fails with a conflict, and a second patch, or eviction of a pod, changes nothing.
+        """
         headers = {"Accept": "application/json", "User-Agent": "unbounded-agent", **self.session.headers}
         body = None
         if content is not None:
             kind = "strategic-merge-patch+json" if method == "PATCH" else "json"
             body, headers["Content-Type"] = json.dumps(content).encode(), f"application/{kind}"
-        self.request(method, self.session.kubeconfig.prefix + path, body, headers)
-        self._response = self.getresponse()
+        is_reused = self.sock is not None
+        try:
+            self.request(method, self.session.kubeconfig.prefix + path, body, headers)
+            self._response = self.getresponse()
+        except CLOSED_BY_SERVER:
+            if not is_reused:
+                raise
+            self.close()
+            self.request(method, self.session.kubeconfig.prefix + path, body, headers)
+            self._response = self.getresponse()
         return self._response
 
     def is_quiet(self) -> bool:

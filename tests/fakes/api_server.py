@@ -162,8 +162,8 @@ class ApiServer:
         self._server = None
 
     def cut(self) -> None:
-        """Cut all connections."""
-        for each in self._server.connections if self._server else ():
+        """Cut all connections that exist now. A client may open the next one at once."""
+        for each in [*self._server.connections] if self._server else ():
             try:
                 each.shutdown(socket.SHUT_RDWR)
             except OSError:

@@ -67,6 +67,51 @@ def test_a_connection_that_the_server_closed_is_replaced(api: ApiServer, client:
     assert client.get(HERE)["metadata"]["uid"] == "uid-1"
 
 
+@pytest.mark.parametrize("cuts", [1, 2])
+def test_a_request_is_repeated_once_if_a_kept_connection_ends_without_an_answer(
+    api: ApiServer, client: ApiClient, cuts: int
+) -> None:
+    """A load balancer that has forgotten the connection says so only when the request comes."""
+    client.get(HERE)
+
+    def cut(*_: str) -> None:
+        if len(api.requests) <= 1 + cuts:
+            api.cut()
+
+    api.answer = cut
+    if cuts == 1:
+        assert client.get(HERE)["metadata"]["uid"] == "uid-1"
+    else:
+        with pytest.raises(ApiError, match="no answer from"):
+            client.get(HERE)
+    assert len(api.requests) == 3
+
+
+def test_a_request_on_a_new_connection_is_not_repeated(api: ApiServer, client: ApiClient) -> None:
+    api.answer = lambda *_: api.cut()
+    with pytest.raises(ApiError, match="no answer from"):
+        client.get(HERE)
+    assert len(api.requests) == 1
+
+
+def test_a_request_that_is_too_late_is_not_repeated(
+    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.get(HERE)
+    monkeypatch.setattr(api_module, "REQUEST_LIMIT", 0.2)
+    silent = threading.Event()
+
+    def answer(*_: str) -> None:
+        silent.wait(20)
+
+    api.answer = answer
+    with pytest.raises(ApiError, match="timed out"):
+        client.get(HERE)
+    wait_for(lambda: not connections(api), 5, "the connection is closed")
+    silent.set()
+    assert len(api.requests) == 2
+
+
 def test_a_request_that_cannot_be_made_now_leaves_no_connection_open(api: ApiServer, client: ApiClient) -> None:
     """The same request hangs, as while a name is looked up."""
     client.get(HERE)
