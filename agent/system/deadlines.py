@@ -85,7 +85,8 @@ def bounded(what: str, call: Callable[[], T], seconds: float, *, is_source: bool
             raise OSError(errno.EAGAIN, str(error), what) from error
     worker.put(running)
     deadline = time.monotonic() + seconds
-    while not running.ended.wait(max(0.0, min(SIGNAL_INTERVAL, deadline - time.monotonic()))):
+    interval = SIGNAL_INTERVAL if threading.current_thread() is threading.main_thread() else seconds
+    while not running.ended.wait(max(0.0, min(interval, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
             _overdue[what] = running
             # A shortened limit may be less than a second, and would be shown as 0 s.

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -144,6 +145,21 @@ def test_a_hanging_call_is_abandoned_counted_and_not_repeated(name: str, hanging
     hanging.released.set()
     wait_for(lambda: name not in stuck())
     assert bounded(name, hanging, 60) == "late", "it is tried again"
+
+
+def test_only_the_main_thread_wakes_up_while_it_waits(name: str) -> None:
+    """For signals, which other threads do not handle: the watches of the API server wait for minutes."""
+    wakeups = []
+
+    def wait() -> None:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        bounded(name, lambda: time.sleep(3.5), 60)
+        wakeups.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join()
+    assert wakeups[0] <= 3, "it starts a worker, and learns of the end"
 
 
 def test_many_hanging_calls_take_no_longer_than_two(name: str, hanging: Hanging) -> None:
