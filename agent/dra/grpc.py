@@ -63,7 +63,7 @@ class ConnectionLostError(Exception):
 
 
 class Streaming(NamedTuple):
-    """A method with a stream of responses: the server sends one at once, and further ones when it is told to."""
+    """A method with a stream of responses: the server sends one at once, and one for each `push`."""
 
     current: Callable[[], bytes]
     """Returns the response to send now."""

@@ -154,7 +154,7 @@ def test_errors(channel: grpc.Channel, path: str, caplog: pytest.LogCaptureFixtu
 
 
 def test_streams(channel: grpc.Channel, server: Server, example: Example) -> None:
-    """Each gets the current response at once, and again when it is told to."""
+    """Each gets the current response at once, and again after each `push`."""
     streams = [channel.unary_stream("/test.Example/Watch")(b"", timeout=LONG) for _ in range(2)]
     for news in (b"1", b"2", b"3" * 100_000):
         example.news = news
