@@ -18,10 +18,9 @@ from agent.config.checks import Table
 from agent.config.settings import GPUS_EXPECTED, Config
 from agent.model.device import FileIdentity
 from agent.model.errors import ConfigChangedError, ConfigError, DocumentError, NoMachinesError
-from agent.model.json_document import parse_object
+from agent.model.json_document import parse_object, parse_toml
 from agent.model.paths import CONFIG_DIRECTORY, CONFIG_FILE, LAST_GOOD_CONFIG, LAST_GOOD_LOCK, RUNTIME
 from agent.model.text import printable
-from agent.model.toml_document import parse_toml
 from agent.system.files import System
 from agent.system.trust import settings_fault
 

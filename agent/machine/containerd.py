@@ -31,9 +31,9 @@ from agent.machine.vendors import VENDORS
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true, unknown
 from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError
 from agent.model.handoff import Repair, Request
+from agent.model.json_document import parse_toml
 from agent.model.paths import MACHINE_STATE
 from agent.model.text import dotted, one_line, sha256, whole_number
-from agent.model.toml_document import parse_toml
 from agent.system.files import System
 from agent.system.kubelet_identity import other_runtime, program_with_kubelet
 from agent.vendors.cdi import without_groups

@@ -1,4 +1,4 @@
-"""Parses JSON documents with the standard library: those that the two halves exchange, and the host half's records.
+"""Parses TOML and JSON with the standard library, such as the documents that the two halves exchange.
 
 The input is not trusted. Invalid input raises DocumentError, which names the document and, if one is wrong, the key.
 Also renders the JSON that other programs read as YAML.
@@ -6,6 +6,7 @@ Also renders the JSON that other programs read as YAML.
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Hashable
 from enum import StrEnum
 from functools import cache
@@ -26,10 +27,15 @@ JSON_TYPES: dict[type, str] = {
 """JSON's words for the types of parsed values: people who read an error have the document, not this code."""
 NAME_SHOWN = 100
 """Characters of a name in a document that an error shows."""
-
-
 LEVELS = 100
 """The deepest nesting of a document: whatever handles a value may recurse."""
+PARTS = 100
+"""The largest number of parts in a dotted key. The time that tomllib takes grows with the square of that number: a key
+of 1 MiB takes minutes. No known configuration has a key with more than ten parts."""
+_PART = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
+# The lookbehind makes the search start only once in each word. Otherwise, the time for a long word would grow with the
+# square of its length.
+LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-]){_PART}(?:\.[ \t]*+{_PART}){{{PARTS}}}")
 
 
 def decoded(loads: Callable[[Any], Any], data: object) -> Any:  # noqa: ANN401
@@ -50,6 +56,13 @@ def decoded(loads: Callable[[Any], Any], data: object) -> Any:  # noqa: ANN401
 def parse_json(data: bytes | str) -> Any:  # noqa: ANN401
     """Return what a JSON document has. Raises ValueError for any that is invalid, or nested too deeply."""
     return decoded(json.loads, data)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the document. Raises ValueError for any that is invalid, or nested too deeply."""
+    if LONG_KEY.search(text):
+        raise ValueError(f"nested too deeply: a key has more than {PARTS} parts")
+    return decoded(tomllib.loads, text)  # type: ignore[no-any-return]
 
 
 def parse_object(where: str, data: bytes) -> dict[str, Any]:

@@ -6,6 +6,7 @@ never taken for "no" or "absent".
 
 import contextlib
 import copy
+import ctypes
 import errno
 import hashlib
 import os
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 from agent.model.device import DeviceNumber, FileIdentity
 from agent.model.errors import BusError
 from agent.model.paths import RUNTIME, STATE
-from agent.system import removal, statx
+from agent.system import removal
 from agent.system.opening import (
     content,
     lock_file,
@@ -63,6 +64,45 @@ UNUSABLE = frozenset({errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.EISDIR, errn
 NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE)
 """Of connect(2): no process listens, or the file is not a socket (ECONNREFUSED); the listener's queue is full (EAGAIN);
 or the socket has another type (EPROTOTYPE)."""
+
+# Of statx(2).
+
+AT_FDCWD = -100
+AT_NO_AUTOMOUNT = 0x800
+AT_STATX_DONT_SYNC = 0x4000
+"""Allows cached values: a file's type and device number never change (include/uapi/linux/fcntl.h)."""
+AT_SYMLINK_NOFOLLOW = 0x100
+STATX_TYPE = 1
+STATX_BIRTH = 0x800
+
+
+class _Statx(ctypes.Structure):
+    """struct statx of include/uapi/linux/stat.h, 256 bytes, which is the same on all architectures."""
+
+    _fields_ = (
+        ("mask", ctypes.c_uint32),
+        ("before_mode", ctypes.c_ubyte * 24),
+        ("mode", ctypes.c_uint16),
+        ("between", ctypes.c_ubyte * 50),
+        ("birth_seconds", ctypes.c_int64),
+        ("birth_nanoseconds", ctypes.c_uint32),
+        ("times", ctypes.c_ubyte * 36),
+        ("rdev_major", ctypes.c_uint32),
+        ("rdev_minor", ctypes.c_uint32),
+        ("after", ctypes.c_ubyte * 120),
+    )
+
+
+_call = ctypes.CDLL(None, use_errno=True).statx
+_call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.POINTER(_Statx))
+
+
+def _statx(place: str, flags: int, wanted: int) -> _Statx:
+    status = _Statx()
+    if _call(AT_FDCWD, os.fsencode(place), flags, wanted, ctypes.byref(status)):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), place)
+    return status
 
 
 def _link_text(place: str) -> str | None:
@@ -256,9 +296,11 @@ class System:
     def birth(self, path: str) -> int:
         """Return when the path was made, in nanoseconds since the epoch; 0 if the file system does not record that.
 
-        Links are not followed. A rename does not change that time. Raises OSError.
+        os.stat does not tell it. Links are not followed. A rename does not change that time. Raises OSError.
         """
-        return statx.birth(self._at(path, follow=False))
+        status = _statx(self._at(path, follow=False), AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT, STATX_BIRTH)
+        known = bool(status.mask & STATX_BIRTH)
+        return status.birth_seconds * 10**9 + status.birth_nanoseconds if known else 0
 
     def link_count(self, path: str) -> int:
         """Return how many hard links a file has; 0 for a mounted file whose source was removed. Follows no links."""
@@ -309,9 +351,12 @@ class System:
     def device_behind(self, link: str) -> tuple[int, int] | None:
         """Return a character device's major and minor; None for any other file. Links are followed.
 
-        A link in /proc/PID/fd leads to the open file itself, wherever it is and whether or not it has a path.
+        A link in /proc/PID/fd leads to the open file itself, wherever it is and whether or not it has a path. os.stat
+        would ask the NFS server or FUSE daemon that provides that file. If it is dead, os.stat never returns, and any
+        process may have such a file open. statx(2) can return the numbers without asking.
         """
-        return statx.character_device(self._at(link))
+        status = _statx(self._at(link), AT_STATX_DONT_SYNC | AT_NO_AUTOMOUNT, STATX_TYPE)
+        return (status.rdev_major, status.rdev_minor) if stat.S_ISCHR(status.mode) else None
 
     def listening_process(self, path: str) -> int | None:
         """Return the id of the process that listens on a Unix socket; None if none answers, or it is no stream socket.

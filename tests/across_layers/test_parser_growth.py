@@ -13,7 +13,7 @@ ELSEWHERE = {
     # Called by parsers that are.
     "agent.model.json_document.parse_json",
     # Called by three that are.
-    "agent.model.toml_document.parse_toml",
+    "agent.model.json_document.parse_toml",
     # They take what Python's JSON parser returned.
     *(f"agent.host.allocation.parse_{name}" for name in ("claimants", "counts", "holders")),
 }

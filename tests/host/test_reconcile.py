@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 import pytest
 
+from agent.cli.doctor.bundle import Report, in_words
 from agent.cli.doctor.host import HostDiagnosis
 from agent.cli.doctor.machines import diagnose
-from agent.cli.doctor.report import Report, in_words
 from agent.config.settings import Config
 from agent.host.plan.goal import plan
 from agent.host.reconcile import MachineOutcome, Reconciler

@@ -7,8 +7,8 @@ from agent.model.contract import AllocatableDevice
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.errors import AgentError, DocumentError
 from agent.model.handoff import FabricAnswer, Request
+from agent.model.json_document import parse_toml
 from agent.model.text import quoted
-from agent.model.toml_document import parse_toml
 from agent.system.files import System
 from agent.vendors.cdi import all_edits, object_of, objects, strings
 from agent.vendors.cdi import devices as devices_of

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from agent.cli.doctor.bundle import ClusterDiagnosis, Report, in_words
 from agent.cli.doctor.cluster import findings, read_cluster
 from agent.cli.doctor.host import HostDiagnosis
-from agent.cli.doctor.report import ClusterDiagnosis, Report, in_words
 from agent.vendors.host_vendor import Cluster, Finding
 from tests.fakes.host import Host
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from agent.cli.doctor.bundle import Report, as_object, in_words
 from agent.cli.doctor.host import SERVICE, HostDiagnosis, diagnose_host
 from agent.cli.doctor.machines import Diagnosis, diagnose
-from agent.cli.doctor.report import Report, as_object, in_words
 from agent.config.settings import Config
 from agent.host.reconcile import MachineOutcome
 from agent.host.vendors import HOST_VENDORS

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from agent.system.sockets import peer_user
+from agent.host.daemon.server import peer_user
 
 NOBODY = 65534
 
