@@ -14,7 +14,10 @@ from agent import __version__
 from agent.model.paths import CONFIG_DIRECTORY, CONFIG_FILE
 
 VERSION = f"unbounded-agent {__version__} (Python {sys.version.split()[0]})"
-STARTED_NOT_READY = "a step failed, the machine or node is not ready, or the node is cordoned"
+STARTED = {
+    0: "the machine is ready and, if it is a node, has joined",
+    1: "a step failed, the machine or node is not ready, or the node is cordoned",
+}
 BAD_INPUT = "the configuration or an argument is wrong"
 """The meaning of exit code 2 for commands that do not say another one."""
 NO_CONFIGURATION = "an argument is wrong"
@@ -115,9 +118,9 @@ class Command:
         function: str,
         summary: str,
         text: str,
-        examples: str | Sequence[str],
-        codes: Mapping[int, str],
         *arguments: Argument | list[Argument],
+        codes: Mapping[int, str] = {0: "done", 1: "failed"},
+        examples: Sequence[str] = (),
         configuration: str = READS,
         hidden: bool = False,
         root: bool = True,
@@ -127,61 +130,48 @@ class Command:
         """Define the command.
 
         `function` is MODULE:NAME in agent.cli: a function of the parsed options and a reconciler that returns the exit
-        code. `summary` is the command's line in the list of commands; `hidden` commands, which only units run, have
-        none. `root` commands need root rights; the others work as any user. Of a list of arguments, only one may be
-        given. The journal gets a record of a command that `changes` the host, or that saves the configuration. Only a
-        command that `downloads` may run tools of the host that use a proxy, and write large files.
+        code. `summary` is the command's line in the list of commands, which has no `hidden` ones: only units run these.
+        The help has the summary too, followed by `text`. `root` commands need root rights; the others work as any user.
+        Of a list of arguments, only one may be given. The journal gets a record of a command that `changes` the host,
+        or that saves the configuration. Only a command that `downloads` may run tools of the host that use a proxy, and
+        write large files.
         """
         self.function, self.summary, self.codes, self.arguments = function, summary, codes, arguments
         self.configuration, self.hidden, self.root, self.downloads = configuration, hidden, root, downloads
-        self.changes = changes or configuration in (SAVES, REMOVES)
+        self.changes, self.examples = changes or configuration in (SAVES, REMOVES), examples
         self.user = "root" if root else "any user"
-        self.text = f"{text} Run as: {self.user}."
-        self.examples = (examples,) if isinstance(examples, str) else tuple(examples)
+        self.text = f"{summary[0].upper()}{summary[1:]}. {text}".rstrip()
+
+    def examples_of(self, name: str) -> Sequence[str]:
+        """Return the examples of the command's help. `name` is the command's whole name."""
+        return self.examples or (f"{'sudo ' if self.root else ''}unbounded-agent {name}",)
 
 
 COMMANDS = {
     "plan": Command(
         "node:plan",
-        "print what apply and up would do",
-        "Prints each step that `apply` would take, and each that `up` would take in addition. Changes nothing.",
-        ("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),
-        {
-            0: "the plan is printed, or there is nothing to do",
+        "print each step that apply would take, and those that up would take in addition",
+        "Changes nothing.",
+        [_flag("--diff", "show what changes in files, as a unified diff"), JSON_FORM],
+        examples=("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),
+        codes={
+            0: "the plan is printed",
             1: "`apply` could not write a machine's settings",
-            2: "the configuration or an argument is wrong, or a machine does not exist",
+            2: f"{BAD_INPUT}, or a machine does not exist",
         },
-        [
-            _flag("--diff", "show what changes in files, as a unified diff"),
-            JSON_FORM,
-        ],
         root=False,
     ),
     "apply": Command(
         "status:apply",
         "reconcile once, start stopped machines, wait until they report",
-        "Reconciles the host with its configuration once, starts stopped machines, waits until they report, and prints "
-        "their conditions. Never restarts a running machine, and starts none on which another command works.",
-        "sudo unbounded-agent apply",
-        {0: "every machine is ready", 1: "a step failed, or a machine is not ready"},
+        "Never restarts a running machine, and starts none on which another command works.",
+        codes={0: "every machine is ready", 1: "a step failed, or a machine is not ready"},
         configuration=SAVES,
     ),
     "status": Command(
         "status:status",
         "print whether each machine is ready, and why not",
-        "Prints whether each machine is ready, and each cause of a condition that is not True, once. Machines that are "
-        "not ready come first. What only root may read is unknown to other users, and not ready.",
-        (
-            "unbounded-agent status",
-            "unbounded-agent status gpu-node --wait=600",
-            "unbounded-agent status --json",
-        ),
-        {
-            0: "the states are printed; with --check or --wait: every machine is ready",
-            1: "the host cannot be observed",
-            3: "with --check or --wait: a machine is not ready",
-            4: "with --check or --wait: whether a machine is ready is unknown",
-        },
+        "What only root may read is unknown to other users, and not ready.",
         _optional("machine", "MACHINE", "only this machine, with full messages"),
         [
             _flag("--wide", "print a table of all conditions"),
@@ -189,30 +179,21 @@ COMMANDS = {
             _seconds("--watch", 2.0, 0.5, "repeat every SECONDS (default: 2) until interrupted"),
         ],
         _flag("--check", "exit with 3 if a machine is not ready, or with 4 if that is unknown"),
-        _seconds(
-            "--wait",
-            300.0,
-            0.0,
-            "wait until ready, for at most SECONDS (default: 300); exit codes as for --check",
-        ),
+        _seconds("--wait", 300.0, 0.0, "as --check, but wait until ready, for at most SECONDS (default: 300)"),
+        examples=("unbounded-agent status gpu-node --wait=600", "unbounded-agent status --json"),
+        codes={
+            0: "the states are printed; with --check or --wait: every machine is ready",
+            1: "the host cannot be observed",
+            3: "with --check or --wait: a machine is not ready",
+            4: "with --check or --wait: whether a machine is ready is unknown",
+        },
         root=False,
     ),
     "doctor": Command(
         "doctor.bundle:doctor",
-        "diagnose: list each fault with its evidence and the commands that fix it",
-        "Lists each fault of the host and its machines with evidence, symptoms and the commands that fix it. A "
-        "machine's faults are in the order of the steps by which it becomes ready: begin with the first. With a "
-        "kubeconfig, also looks in the cluster for what keeps pods from GPUs. Works without a configuration too; while "
-        "the configuration is invalid, root gets a report on the last good one, and exit code 2.",
-        (
-            "unbounded-agent doctor",
-            "sudo unbounded-agent doctor --kubeconfig /root/.kube/config",
-            "sudo unbounded-agent doctor --bundle",
-        ),
-        {
-            0: "all machines are ready, host and cluster have no fault; or archive written",
-            1: "a machine is not ready, there is a fault, or the cluster could not be read",
-        },
+        "list each fault of host and machines, with evidence, symptoms and the commands that fix it",
+        "A machine's faults are in the order in which it becomes ready: begin with the first. Works without a "
+        "configuration too; while it is invalid, root gets a report on the last good one, and exit code 2.",
         JSON_FORM,
         _argument(
             "--bundle",
@@ -221,184 +202,164 @@ COMMANDS = {
             const="",
             metavar="FILE",
         ),
-        _kubeconfig(
-            "also check the cluster; the user must be allowed to read nodes, pods, DaemonSets, events and logs"
+        _kubeconfig("also check the cluster, as a user who may read nodes, pods, DaemonSets, events and logs"),
+        examples=(
+            "sudo unbounded-agent doctor --kubeconfig /root/.kube/config",
+            "sudo unbounded-agent doctor --bundle",
         ),
+        codes={
+            0: "all machines are ready, host and cluster have no fault; or archive written",
+            1: "a machine is not ready, there is a fault, or the cluster could not be read",
+        },
         configuration=DIAGNOSES,
         root=False,
     ),
     "up": Command(
         "node:up",
         "make the configured Kubernetes nodes, and wait until they have joined",
-        "Makes each machine with a table [machines.NAME.node] into a Kubernetes node: checks everything first, records "
-        "the host as it was found, sets what the kubelet needs on the host, makes the root file system from the image, "
-        "starts the machine and waits until it is ready and its kubelet has joined. Can be repeated after any failure. "
-        "Does nothing on a finished node.",
-        "sudo unbounded-agent up",
-        {
-            0: "every node is ready and has joined",
-            1: "a check or a step failed, or a node is not ready or has not joined",
-        },
+        "Makes each machine with a table [machines.NAME.node] into a node: checks everything first, records the host "
+        "as it was found, sets what the kubelet needs on the host, makes the root file system from the image, and "
+        "starts the machine. Can be repeated after any failure. Does nothing on a finished node.",
         _optional("machine", "MACHINE", "only this machine"),
         _flag("--rebuild", "make the root file system of MACHINE again; everything in the old one is lost"),
         YES,
         _flag("--json", "print JSON, one object per line (docs/json.md)"),
+        codes={
+            0: "every node is ready and has joined",
+            1: "a check or a step failed, or a node is not ready or has not joined",
+        },
         configuration=SAVES,
         downloads=True,
     ),
     "preflight": Command(
         "node:preflight",
-        "check whether `up` can make the nodes",
-        "Checks host, drivers, image, programs, API server and bootstrap token for the nodes that `up` would make. "
-        "Changes nothing.",
-        "sudo unbounded-agent preflight",
-        {0: "`up` can make the nodes", 1: "a check failed"},
+        "check whether up can make the nodes",
+        "Checks host, drivers, image, programs, API server and bootstrap token. Changes nothing.",
         JSON_FORM,
+        codes={0: "`up` can make the nodes", 1: "a check failed"},
         downloads=True,
     ),
     "reset": Command(
         "node:reset",
         "remove a node; after the last one, restore the host to what it was",
-        "Stops a machine that `up` made and removes it with everything that the agent wrote for it. After the last "
-        "such machine, restores the host's settings and network to what they were before the first `up`, and prints "
-        "what still differs.",
-        "sudo unbounded-agent reset gpu-node",
-        {0: "the machine is removed", 1: "a step failed, or the host is not what it was before the first `up`"},
+        "Removes a machine that `up` made, with everything that the agent wrote for it. After the last one, prints "
+        "what still differs from before the first `up`.",
         MACHINE,
         YES,
+        examples=("sudo unbounded-agent reset gpu-node",),
+        codes={0: "the machine is removed", 1: "a step failed, or the host is not what it was before the first `up`"},
         configuration=REMOVES,
     ),
     "start": Command(
         "lifecycle:lifecycle",
         "start a machine, and wait until it is ready",
-        "Starts a machine and waits until it is ready and, if `up` made it, until its node has joined. If the "
-        "agent cordoned the node, for example by `stop`, also uncordons it once the machine is ready, which needs "
-        "--kubeconfig. Without --kubeconfig, exits with 1 in this case, even if somebody else has uncordoned the node. "
-        "The node of a machine that is not ready stays cordoned.",
-        "sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",
-        {0: "the machine is ready and, if it is a node, has joined", 1: STARTED_NOT_READY},
+        "Also waits until its node has joined, if `up` made it. If the agent cordoned the node, for example by `stop`, "
+        "uncordons it once the machine is ready, which needs --kubeconfig; without, exits with 1.",
         MACHINE,
         _kubeconfig("kubeconfig of a user who may uncordon nodes"),
+        examples=("sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",),
+        codes=STARTED,
         configuration=SAVES,
     ),
     "stop": Command(
         "lifecycle:lifecycle",
         "drain a machine's node, and stop the machine",
-        "Stops a machine. With --kubeconfig, drains its node first; without, the node's pods end with the machine. The "
-        "machine stays stopped until `start`, `apply` or the host's next boot.",
-        "sudo unbounded-agent stop gpu-node --kubeconfig /root/.kube/config",
-        {0: "the machine is stopped", 1: "the node could not be drained, or the machine could not be stopped"},
+        "Without --kubeconfig, the node's pods end with the machine. The machine stays stopped until `start`, `apply` "
+        "or the host's next boot.",
         MACHINE,
         DRAIN,
         NO_DRAIN,
+        examples=("sudo unbounded-agent stop gpu-node --kubeconfig /root/.kube/config",),
+        codes={0: "the machine is stopped", 1: "the node could not be drained, or the machine could not be stopped"},
         changes=True,
     ),
     "restart": Command(
         "lifecycle:lifecycle",
         "drain, stop and start a machine",
-        "Stops a machine as `stop` does, then starts it as `start` does.",
-        "sudo unbounded-agent restart gpu-node --no-drain",
-        {0: "the machine is ready and, if it is a node, has joined", 1: STARTED_NOT_READY},
+        "As `stop` and `start` do.",
         MACHINE,
         DRAIN,
         NO_DRAIN,
+        examples=("sudo unbounded-agent restart gpu-node --no-drain",),
+        codes=STARTED,
         configuration=SAVES,
     ),
     "gpus": Command(
         "gpus:list_gpus",
         "list, detach and attach GPUs, and show who uses them",
-        "Without a subcommand, lists the GPUs as `gpus list` does. The other subcommands need root.",
-        ("unbounded-agent gpus", "sudo unbounded-agent gpus holders"),
-        {0: "done", 1: "failed"},
+        "Without a subcommand, as `gpus list`. The other subcommands need root.",
         JSON_FORM,
         configuration=OPTIONAL,
         root=False,
     ),
     "gpus list": Command(
         "gpus:list_gpus",
-        "list the GPUs, with the machines that have them and the pods that use them",
-        "Lists the GPUs of the host, and those that were lost. For each: address, state, machine, kernel driver, how "
-        "many pods have it open, model and UUID. A `?` means that some processes could not be searched: only root can "
-        "search all.",
-        ("sudo unbounded-agent gpus list", "unbounded-agent gpus --json"),
-        {0: "the GPUs are listed", 1: "some could not be observed"},
+        "list the GPUs, also lost ones, with the machines that have them and the pods that use them",
+        "A `?` means that some processes could not be searched: only root can search all.",
         # For `gpus --json list`: a default of this option would overwrite the `--json` before `list`.
         _argument("--json", JSON, action="store_true", default=argparse.SUPPRESS),
+        codes={0: "the GPUs are listed", 1: "some could not be observed"},
         configuration=OPTIONAL,
         root=False,
     ),
     "gpus detach": Command(
         "gpus:run_detach",
         "take a GPU from its machines; exit code 0 when you may remove it",
-        "Takes a GPU from the machines that have it. While processes use the GPU, machines.NAME.on_detach decides "
-        "whether the command refuses, waits, or takes the GPU anyway.",
-        "sudo unbounded-agent gpus detach 0000:01:00.0",
-        {0: "you may remove the GPU", 1: "the GPU is still in use, or could not be taken from a machine"},
+        "While processes use the GPU, machines.NAME.on_detach decides whether the command refuses, waits, or takes the "
+        "GPU anyway.",
         GPU,
+        examples=("sudo unbounded-agent gpus detach 0000:01:00.0",),
+        codes={0: "you may remove the GPU", 1: "the GPU is still in use, or could not be taken from a machine"},
         configuration=SAVES,
     ),
     "gpus attach": Command(
         "gpus:run_detach",
-        "give a detached GPU back",
-        "Gives a detached GPU back to its machines, and forgets its last fatal error. Run it after a reset of a GPU "
-        "too: machines that failed to open a GPU then try again at once.",
-        "sudo unbounded-agent gpus attach 0000:01:00.0",
-        {0: "the machines have the GPU, or it was not detached", 1: "a step failed"},
+        "give a detached GPU back, and forget its last fatal error",
+        "Run it after a reset of a GPU too: machines that failed to open a GPU then try again at once.",
         GPU,
+        examples=("sudo unbounded-agent gpus attach 0000:01:00.0",),
+        codes={0: "the machines have the GPU, or it was not detached", 1: "a step failed"},
         configuration=SAVES,
     ),
     "gpus forget": Command(
         "gpus:run_forget",
         "acknowledge that a lost GPU is gone for good",
-        "Acknowledges that a GPU that left the PCI bus without `gpus detach` is gone for good, so that GPUsComplete no "
-        "longer reports it. Without an address: all lost GPUs, and also damage to the record of granted GPUs.",
-        "sudo unbounded-agent gpus forget 0000:01:00.0",
-        {
-            0: "the GPU is forgotten; or, without an address, none is lost",
-            1: "the record of granted GPUs cannot be read or written",
-        },
+        "GPUsComplete then no longer reports a GPU that left the PCI bus without `gpus detach`. Without an address: "
+        "all lost GPUs, and also damage to the record of granted GPUs.",
         GPU_OR_ALL,
+        examples=("sudo unbounded-agent gpus forget 0000:01:00.0",),
         changes=True,
     ),
     "gpus holders": Command(
         "gpus:run_holders",
-        "list the processes that have a GPU open",
-        "Lists the processes that have a GPU open, with machine, pod and container. Without an address: all GPUs.",
-        "sudo unbounded-agent gpus holders 0000:01:00.0",
-        {0: "the processes are listed, if there are any", 1: "the GPUs cannot be observed"},
+        "list the processes that have a GPU open, with machine, pod and container",
+        "Without an address: all GPUs.",
         GPU_OR_ALL,
         configuration=OPTIONAL,
     ),
     "kube": Command(
         "",
         "print Kubernetes manifests; choose who offers a node's GPUs",
-        "Prints what a cluster with GPU nodes needs: the RuntimeClass, the device plugin, DeviceClasses, Helm values, "
-        "test pods. `kube allocation`, which needs root, moves a node from the device plugin to Dynamic Resource "
-        "Allocation, or back.",
-        "unbounded-agent kube manifests",
-        {0: "done", 1: "failed"},
+        "",
+        examples=("unbounded-agent kube manifests",),
         root=False,
     ),
     "kube manifests": Command(
         "kube:manifests",
-        "list, print or write the Kubernetes manifests that come with the agent",
-        "Lists the Kubernetes manifests and Helm values that come with the agent. Prints those that you name, or "
-        "writes them into a directory. Needs no cluster and no configuration.",
-        "unbounded-agent kube manifests runtime-class | kubectl apply -f -",
-        {0: "the manifests are printed or written", 1: "a file cannot be written", 2: NO_CONFIGURATION},
+        "list, print or write the Kubernetes manifests and Helm values that come with the agent",
+        "Needs no cluster and no configuration.",
         _argument("names", "a manifest's name (without a name: list them)", metavar="NAME", nargs="*"),
         _argument("--out", "write each NAME.yaml into this directory (without NAME: all)", metavar="DIR"),
+        examples=("unbounded-agent kube manifests runtime-class | kubectl apply -f -",),
+        codes={0: "the manifests are printed or written", 1: "a file cannot be written", 2: NO_CONFIGURATION},
         configuration=NEEDS_NONE,
         root=False,
     ),
     "kube allocation": Command(
         "kube:allocation",
         "move a running node to Dynamic Resource Allocation, or back to the device plugin",
-        "Moves a running node from the device plugin to Dynamic Resource Allocation, or back. With a kubeconfig, takes "
-        "the steps that kubectl can take, and stops at the first one that you have to take: take it, then run the "
-        "command again. Without a kubeconfig, only prints the steps.",
-        "sudo unbounded-agent kube allocation dra --kubeconfig /root/.kube/config",
-        {0: "the node is moved, or the steps are printed", 1: "a step failed, or is yours to take"},
+        "With a kubeconfig, takes the steps that kubectl can take, and stops at the first one that you have to take: "
+        "take it, then run the command again. Without, only prints the steps.",
         _argument(
             "to",
             "who offers the GPUs from then on: the node itself, or a device plugin",
@@ -407,42 +368,31 @@ COMMANDS = {
         _optional("machine", "MACHINE", "the machine (may be left out if the configuration has only one)"),
         _argument("--node", "the Node object's name (default: the one that `up` recorded)", default="", metavar="NODE"),
         _kubeconfig("an administrator's kubeconfig"),
+        examples=("sudo unbounded-agent kube allocation dra --kubeconfig /root/.kube/config",),
+        codes={0: "the node is moved, or the steps are printed", 1: "a step failed, or is yours to take"},
         configuration=SAVES,
     ),
     "run": Command(
         "service:serve",
         "run the service: reconcile continuously, serve metrics",
-        "Runs the service in the foreground until SIGTERM: reconciles continuously, serves metrics and health pages. "
-        "SIGHUP reloads the configuration. Usually run by unbounded-agent.service.",
-        "sudo systemctl start unbounded-agent",
-        {0: "stopped by a signal", 1: "cannot start, for example because the service already runs"},
+        "SIGTERM ends it, SIGHUP reloads the configuration. Usually run by unbounded-agent.service.",
+        codes={0: "stopped by a signal", 1: "cannot start, for example because the service already runs"},
         configuration=LAST_GOOD,
     ),
-    "version": Command(
-        "",
-        "print the version",
-        "Prints the version, like --version.",
-        "unbounded-agent version",
-        {0: "the version is printed", 2: NO_CONFIGURATION},
-        root=False,
-    ),
+    "version": Command("", "print the version", "", codes={0: "done", 2: NO_CONFIGURATION}, root=False),
     "load-modules": Command(
         "prepare:load_modules",
-        "",
-        "Loads the kernel modules of the host's GPUs if driver.load_modules is set. "
+        "load the kernel modules of the host's GPUs if driver.load_modules is set",
         "Run by unbounded-agent-modules.service.",
-        "sudo systemctl start unbounded-agent-modules",
-        {0: "the modules are loaded, or driver.load_modules is not set", 1: "a module cannot be loaded"},
         configuration=LAST_GOOD,
         hidden=True,
     ),
     "prepare": Command(
         "prepare:run_prepare",
-        "",
-        "Writes a machine's settings before it starts. Run by unbounded-agent-prepare@MACHINE.service.",
-        "sudo unbounded-agent prepare gpu-node",
-        {0: "the machine has its settings", 1: "a step failed"},
-        _argument("machine", "the machine's name in the configuration", metavar="MACHINE"),
+        "write a machine's settings before it starts",
+        "Run by unbounded-agent-prepare@MACHINE.service.",
+        MACHINE,
+        examples=("sudo unbounded-agent prepare gpu-node",),
         configuration=LAST_GOOD,
         hidden=True,
     ),
@@ -540,8 +490,8 @@ def _add(parser: argparse.ArgumentParser, key: str, commands: Mapping[str, Comma
         add = group.add_parser if command.hidden else partial(group.add_parser, help=command.summary)
         added = add(
             name,
-            description=textwrap.fill(command.text, WIDTH, break_on_hyphens=False),
-            epilog=_epilog(command.examples, command.codes),
+            description=textwrap.fill(f"{command.text} Run as: {command.user}.", WIDTH, break_on_hyphens=False),
+            epilog=_epilog(command.examples_of(f"{parser.prog.partition(' ')[2]} {name}".lstrip()), command.codes),
             formatter_class=_Formatter,
         )
         # Also after the command, where it replaces one before the command. The program's own help has it.

@@ -43,8 +43,7 @@ def _sections(parser: argparse.ArgumentParser) -> Iterator[str]:
         for word in name.split():
             its_parser = _children(its_parser)[word]
         # The table of all commands says who may run each.
-        text = command.text.removesuffix(f" Run as: {command.user}.")
-        yield f"\n{'###' if ' ' in name else '##'} `{name}`\n\n{_filled(linked(text))}\n\n"
+        yield f"\n{'###' if ' ' in name else '##'} `{name}`\n\n{_filled(linked(command.text))}\n\n"
         yield f"```\n{_usage(its_parser)}\n```\n\n"
         yield from _arguments(its_parser)
         codes = "; ".join(f"{code}: {meaning}" for code, meaning in sorted(command.codes.items()))

@@ -39,7 +39,7 @@ def is_valid(words: list[str]) -> bool:
 
 
 def test_examples_are_valid() -> None:
-    examples = [each for command in COMMANDS.values() for each in command.examples]
+    examples = [each for name, command in COMMANDS.items() for each in command.examples_of(name)]
     words = [shlex.split(example.partition("|")[0].removeprefix("sudo ")) for example in examples]
     assert [each for each in words if each[0] == "unbounded-agent" and not is_valid(each[1:])] == []
     assert len(words) > 20
