@@ -39,7 +39,6 @@ LIST_DRIVERS = "lspci -Dk | grep -A3 -Ei 'vga|3d|display|processing accel'"
 SHELL = "machinectl shell {machine}  # then, in the machine:"
 PLUGIN_PODS = "kubectl get pods -A -o wide --field-selector spec.nodeName={node}  # find the plugin's pod"
 PLUGIN_RESTART = "kubectl -n NAMESPACE delete pod POD  # its DaemonSet makes it again"
-RESTART_SETTING = "machines.{machine}.restart_device_plugin = true lets the agent do that from now on"
 KUBELET_LOG = "journalctl -M {machine} -b -u kubelet --no-pager -n 50"
 DRA_LOG = (
     "systemctl -M {machine} status unbounded-agent-dra",
@@ -47,211 +46,167 @@ DRA_LOG = (
 )
 SAME_RELEASE = "build the machine's image from the agent's release: docs/install.md"
 
-BY_CONDITION: Mapping[ConditionType | None, Mapping[str, tuple[str, ...]]] = {
-    None: {
-        Reason.OBSERVATION_FAILED: (AS_ROOT, SERVICE_LOG, KERNEL_LOG),
-        Reason.INTERNAL_ERROR: (SERVICE_LOG, "report the traceback as a bug"),
-        Reason.NO_REPORT: ("unbounded-agent status {machine} --wait=120  # while it boots", REPORT, SAME_RELEASE),
-        Reason.BAD_REPORT: (SAME_RELEASE,),
-        Reason.HANDOFF_PENDING: (
-            "unbounded-agent status {machine} --wait=120",
-            REPORT,
-            f"{SERVICE_LOG}  # if the agent has not written it",
-        ),
-        Reason.REPORT_STALE: (
-            "systemctl -M {machine} restart unbounded-agent-gpu.timer unbounded-agent-gpu.service",
-            f"{REPORT}  # if the reason stays",
-            f"{RESTART}; if these commands hang",
-        ),
-        Reason.NOT_REPORTED: (SAME_RELEASE,),
-        Reason.MACHINE_NOT_RUNNING: (START,),
-        Reason.NO_SUCH_MACHINE: (
-            "ls -ld /var/lib/machines/{machine}",
-            "unbounded-agent up {machine}  # if it has a table [machines.{machine}.node]; else unpack an image there",
-        ),
-        Reason.FAILED: (REPORT,),
-        Reason.NOT_STAGED: (APPLY, "df -h /var/lib/unbounded-agent  # if that fails"),
-        Reason.FOREIGN_FILE: ("move away the file that is named above, then:", APPLY),
-        Reason.GPU_DETACHED: ("unbounded-agent gpus", "unbounded-agent gpus attach PCI-ADDRESS"),
-        Reason.GPU_LOST: (
-            LIST_GPUS,
-            KERNEL_LOG,
-            REBOOT[0],
-            "systemctl poweroff  # ends all machines of the host: stop the others first too; then power the host on "
-            "again",
-            REBOOT[-1],
-            "unbounded-agent gpus forget PCI-ADDRESS  # only if it is gone for good",
-        ),
-        Reason.NO_CONTAINERD: (SAME_RELEASE, "or install containerd in the image"),
-        Reason.UNSUPPORTED_DISTRIBUTION: ("unbounded-agent up {machine}  # or make the node with kubeadm",),
-        Reason.NO_GPU: (
-            LIST_GPUS,
-            "if it needs no GPU: set machines.{machine}.require_gpus = false, then: systemctl reload unbounded-agent",
-        ),
-        Reason.NO_GPU_GRANTED: ("unbounded-agent gpus  # shows which driver each one has",),
-        Reason.SETTLING: (SERVICE_LOG,),
-    },
-    ConditionType.DRIVER_LOADED: {
-        Reason.MODULE_NOT_LOADED: ("modprobe DRIVER, as named above", KERNEL_LOG),
-        Reason.MODULE_BROKEN: ("reinstall the driver's packages, then:", *REBOOT),
-        Reason.WRONG_DRIVER: (LIST_DRIVERS,),
-    },
-    ConditionType.DEVICES_PRESENT: {
-        Reason.NODES_MISSING: ("udevadm settle", KERNEL_LOG),
-        Reason.GPU_NOT_FOUND: (
-            "unbounded-agent gpus  # those that the host has, and those that it lost",
-            "correct machines.{machine}.gpus, then: systemctl reload unbounded-agent",
-        ),
-        Reason.GPU_FALLEN_OFF_BUS: (*REBOOT, "# if it happens again: check power, seating and firmware"),
-        Reason.GPU_WITHOUT_DRIVER: (LIST_DRIVERS, KERNEL_LOG),
-    },
-    ConditionType.GPUS_COMPLETE: {
-        Reason.RECORD_DAMAGED: (
-            f"{LIST_GPUS}  # is one missing?",
-            "unbounded-agent gpus forget",
-        ),
-    },
-    ConditionType.DRIVER_ROOT_STAGED: {
-        Reason.NOTHING_TO_STAGE: ("see the condition named above",),
-        Reason.NOTHING_FITS: ("see LibrariesPresent",),
-        Reason.NOT_MOUNTED: ("systemctl --failed --type=mount", "modprobe overlay", APPLY),
-    },
-    ConditionType.MACHINE_RUNNING: {
-        Reason.NODE_FILES_CHANGED: (
-            "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
-            "unbounded-agent up --rebuild {machine}  # removes everything in it; needs a valid bootstrap token",
-            "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again",
-        ),
-        Reason.STARTING: ("systemctl status unbounded-agent-prepare@{machine} systemd-nspawn@{machine}",),
-        Reason.STOPPED: ("systemctl unmask systemd-nspawn@{machine}  # if it is masked", START),
-        Reason.NOT_STARTED: ("systemctl status unbounded-agent-prepare@{machine}  # waits for a late driver", START),
-        Reason.NOT_RUNNING: (
-            "journalctl -b -u systemd-nspawn@{machine} -u unbounded-agent-prepare@{machine} --no-pager -n 50",
-            "systemctl reset-failed systemd-nspawn@{machine}",
-            START,
-        ),
-    },
-    ConditionType.DEVICES_ALLOWED: {
-        Reason.MACHINE_RESTART_NEEDED: (RESTART,),
-        Reason.NOT_GIVEN: (SERVICE_LOG, RESTART),
-        Reason.NOT_WITHDRAWN: ("unbounded-agent gpus holders", REPORT),
-        Reason.WRONG_NODE: (APPLY, SERVICE_LOG),
-        Reason.NOT_PERMITTED: (
-            APPLY,
-            "systemctl show -p DeviceAllow systemd-nspawn@{machine}  # if that does not help, and the message says "
-            "EPERM",
-            "ls -l NODE  # the path above, if the message says EACCES",
-            f"{RESTART}; if nothing else helps",
-        ),
-        Reason.DRIVER_HIDDEN: (f"{RESTART}; if CDISpecCurrent says that the operating system blocks the GPUs",),
-        Reason.NO_DRIVER: (KERNEL_LOG, "load the GPUs' kernel module on the host"),
-        Reason.GPU_FAILED: (KERNEL_LOG, "unbounded-agent gpus holders", *REBOOT),
-        Reason.OPEN_TIMED_OUT: (KERNEL_LOG, *REBOOT),
-        Reason.OPEN_FAILED: (KERNEL_LOG,),
-    },
-    ConditionType.LIBRARIES_LINKED: {
-        Reason.CONFLICT: (SHELL, "dpkg -S FILE  # the file named above; remove its package"),
-        Reason.NOT_IN_LOADER_CACHE: (SHELL, "echo DIRECTORY > /etc/ld.so.conf.d/unbounded-agent.conf && ldconfig"),
-        Reason.SHADOWED: (SHELL, "rm FILE && ldconfig  # the file named above"),
-    },
-    ConditionType.CDI_SPEC_CURRENT: {
-        Reason.GPU_MISSING: (KERNEL_LOG,),
-        Reason.PARTITION_MISSING: (KERNEL_LOG,),
-        Reason.GENERATION_FAILED: (REPORT,),
-        Reason.SPEC_REFUSED: (REPORT,),
-        Reason.NO_DRIVER_ROOT: ("see DriverRootStaged",),
-        Reason.SHADOWED: (SHELL, "stop what writes the file named above, then remove it"),
-        Reason.NAMES_COLLIDE: (SHELL, "stop what writes the file named above, then remove it"),
-        Reason.RUNTIME_BLOCKED: (SHELL, "rm FILE  # the file named above"),
-        Reason.UNKNOWN_VENDOR: (SAME_RELEASE,),
-    },
-    ConditionType.RUNTIME_CONFIGURED: {
-        Reason.READ_BACK_FAILED: (SHELL, "containerd config dump > /dev/null", REPORT),
-        Reason.NO_HANDLER: (SAME_RELEASE,),
-    },
-    ConditionType.RUNTIME_ACTIVE: {
-        Reason.OTHER_CONFIGURATION: (
-            SHELL,
-            "systemctl cat containerd  # which file passes --config? Remove the argument there, then:",
-            "systemctl daemon-reload && systemctl restart containerd",
-        ),
-        Reason.FAILED: ("journalctl -M {machine} -b -u containerd --no-pager -n 50",),
-        Reason.CRI_FAILED: (
-            SHELL,
-            "journalctl -b -u containerd -g 'failed to load plugin'",
-            "systemctl restart containerd  # after you have corrected what the message names in /etc/containerd",
-        ),
-        Reason.NO_ANSWER: (SHELL, "ctr plugins ls  # does containerd answer?", "journalctl -b -u containerd -n 50"),
-        Reason.NOT_CONFIGURED: ("see RuntimeConfigured",),
-        Reason.STOPPED: (SHELL, "systemctl unmask containerd  # if it is masked", "systemctl start containerd"),
-        Reason.NOT_STARTED: (
-            SHELL,
-            "systemctl status containerd",
-            "systemctl unmask containerd  # if it is masked",
-            "systemctl start containerd",
-        ),
-    },
-    ConditionType.VALIDATION_MARKERS_SET: {
-        Reason.NOT_PROVEN: ("see the condition named above",),
-    },
-    ConditionType.GPUS_ADVERTISED: {
-        Reason.NO_KUBELET: ("unbounded-agent up {machine}  # or install the kubelet yourself",),
-        Reason.KUBELET_DOWN: (
-            KUBELET_LOG,
-            "unbounded-agent up {machine}  # with a new bootstrap token, if the log says that its certificate is "
-            "expired",
-        ),
-        Reason.NO_DEVICE_PLUGIN: ("unbounded-agent kube manifests runtime-class device-plugin | kubectl apply -f -",),
-        Reason.NOT_PUBLISHED: ("see CDISpecCurrent",),
-        Reason.BAD_CHECKPOINT: (KUBELET_LOG, PLUGIN_PODS, PLUGIN_RESTART),
-        Reason.UNKNOWN_IDS: ("kubectl describe node {node}  # see Allocatable",),
-        Reason.DEVICE_PLUGIN_DOWN: (PLUGIN_PODS, "kubectl -n NAMESPACE logs POD --previous"),
-        Reason.NOT_REGISTERED: (PLUGIN_PODS, "kubectl -n NAMESPACE logs POD", KUBELET_LOG),
-        Reason.GPUS_MISSING: (
+REMEDIES: Mapping[str | tuple[ConditionType, str], tuple[str, ...]] = {
+    Reason.OBSERVATION_FAILED: (AS_ROOT, SERVICE_LOG, KERNEL_LOG),
+    Reason.INTERNAL_ERROR: (SERVICE_LOG, "report the traceback as a bug"),
+    Reason.NO_REPORT: ("unbounded-agent status {machine} --wait=120  # while it boots", REPORT, SAME_RELEASE),
+    **dict.fromkeys(
+        (Reason.BAD_REPORT, Reason.NOT_REPORTED, Reason.UNKNOWN_VENDOR, Reason.NO_HANDLER, Reason.BAD_DOCUMENT),
+        (SAME_RELEASE,),
+    ),
+    **dict.fromkeys((Reason.FAILED, Reason.GENERATION_FAILED, Reason.SPEC_REFUSED), (REPORT,)),
+    **dict.fromkeys((Reason.GPU_MISSING, Reason.PARTITION_MISSING, Reason.OPEN_FAILED), (KERNEL_LOG,)),
+    **dict.fromkeys((Reason.KUBELET_NOT_RUNNING, Reason.NODE_NOT_REGISTERED, Reason.API_UNREACHABLE), (KUBELET_LOG,)),
+    Reason.SETTLING: (SERVICE_LOG,),
+    Reason.HANDOFF_PENDING: (
+        "unbounded-agent status {machine} --wait=120",
+        REPORT,
+        f"{SERVICE_LOG}  # if the agent has not written it",
+    ),
+    Reason.REPORT_STALE: (
+        "systemctl -M {machine} restart unbounded-agent-gpu.timer unbounded-agent-gpu.service",
+        f"{REPORT}  # if the reason stays",
+        f"{RESTART}; if these commands hang",
+    ),
+    # The machine's root file system, unit and devices.
+    Reason.NO_SUCH_MACHINE: (
+        "ls -ld /var/lib/machines/{machine}",
+        "unbounded-agent up {machine}  # if it has a table [machines.{machine}.node]; else unpack an image there",
+    ),
+    Reason.NODE_FILES_CHANGED: (
+        "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
+        "unbounded-agent up --rebuild {machine}  # removes everything in it; needs a valid bootstrap token",
+        "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again",
+    ),
+    Reason.MACHINE_NOT_RUNNING: (START,),
+    Reason.STARTING: ("systemctl status unbounded-agent-prepare@{machine} systemd-nspawn@{machine}",),
+    Reason.STOPPED: ("systemctl unmask systemd-nspawn@{machine}  # if it is masked", START),
+    Reason.NOT_STARTED: ("systemctl status unbounded-agent-prepare@{machine}  # waits for a late driver", START),
+    Reason.NOT_RUNNING: (
+        "journalctl -b -u systemd-nspawn@{machine} -u unbounded-agent-prepare@{machine} --no-pager -n 50",
+        "systemctl reset-failed systemd-nspawn@{machine}",
+        START,
+    ),
+    Reason.MACHINE_RESTART_NEEDED: (RESTART,),
+    Reason.NOT_GIVEN: (SERVICE_LOG, RESTART),
+    Reason.NOT_WITHDRAWN: ("unbounded-agent gpus holders", REPORT),
+    Reason.WRONG_NODE: (APPLY, SERVICE_LOG),
+    Reason.NOT_PERMITTED: (
+        APPLY,
+        "systemctl show -p DeviceAllow systemd-nspawn@{machine}  # if that does not help, and the message says EPERM",
+        "ls -l NODE  # the path above, if the message says EACCES",
+        f"{RESTART}; if nothing else helps",
+    ),
+    Reason.DRIVER_HIDDEN: (f"{RESTART}; if CDISpecCurrent says that the operating system blocks the GPUs",),
+    # Drivers and GPUs.
+    Reason.MODULE_NOT_LOADED: ("modprobe DRIVER, as named above", KERNEL_LOG),
+    Reason.MODULE_BROKEN: ("reinstall the driver's packages, then:", *REBOOT),
+    Reason.WRONG_DRIVER: (LIST_DRIVERS,),
+    Reason.GPU_WITHOUT_DRIVER: (LIST_DRIVERS, KERNEL_LOG),
+    Reason.NO_DRIVER: (KERNEL_LOG, "load the GPUs' kernel module on the host"),
+    Reason.NODES_MISSING: ("udevadm settle", KERNEL_LOG),
+    Reason.GPU_NOT_FOUND: (
+        "unbounded-agent gpus  # those that the host has, and those that it lost",
+        "correct machines.{machine}.gpus, then: systemctl reload unbounded-agent",
+    ),
+    Reason.GPU_FAILED: (KERNEL_LOG, "unbounded-agent gpus holders", *REBOOT),
+    Reason.OPEN_TIMED_OUT: (KERNEL_LOG, *REBOOT),
+    Reason.GPU_FALLEN_OFF_BUS: (*REBOOT, "# if it happens again: check power, seating and firmware"),
+    Reason.GPU_DETACHED: ("unbounded-agent gpus", "unbounded-agent gpus attach PCI-ADDRESS"),
+    Reason.GPU_LOST: (
+        LIST_GPUS,
+        KERNEL_LOG,
+        REBOOT[0],
+        "systemctl poweroff  # ends all machines of the host: stop the others first too; then power the host on again",
+        REBOOT[-1],
+        "unbounded-agent gpus forget PCI-ADDRESS  # only if it is gone for good",
+    ),
+    Reason.RECORD_DAMAGED: (f"{LIST_GPUS}  # is one missing?", "unbounded-agent gpus forget"),
+    Reason.NO_GPU: (
+        LIST_GPUS,
+        "if it needs no GPU: set machines.{machine}.require_gpus = false, then: systemctl reload unbounded-agent",
+    ),
+    Reason.NO_GPU_GRANTED: ("unbounded-agent gpus  # shows which driver each one has",),
+    # Files of host and machine.
+    Reason.NOT_STAGED: (APPLY, "df -h /var/lib/unbounded-agent  # if that fails"),
+    Reason.NOT_MOUNTED: ("systemctl --failed --type=mount", "modprobe overlay", APPLY),
+    Reason.FOREIGN_FILE: ("move away the file that is named above, then:", APPLY),
+    Reason.CONFLICT: (SHELL, "dpkg -S FILE  # the file named above; remove its package"),
+    Reason.NOT_IN_LOADER_CACHE: (SHELL, "echo DIRECTORY > /etc/ld.so.conf.d/unbounded-agent.conf && ldconfig"),
+    (ConditionType.LIBRARIES_LINKED, Reason.SHADOWED): (SHELL, "rm FILE && ldconfig  # the file named above"),
+    **dict.fromkeys(
+        (Reason.SHADOWED, Reason.NAMES_COLLIDE, Reason.RUNTIME_BLOCKED),
+        (SHELL, "rm FILE  # the file named above; first stop what writes it"),
+    ),
+    # containerd.
+    Reason.NO_CONTAINERD: (SAME_RELEASE, "or install containerd in the image"),
+    Reason.UNSUPPORTED_DISTRIBUTION: ("unbounded-agent up {machine}  # or make the node with kubeadm",),
+    Reason.READ_BACK_FAILED: (SHELL, "containerd config dump > /dev/null", REPORT),
+    Reason.OTHER_CONFIGURATION: (
+        SHELL,
+        "systemctl cat containerd  # which file passes --config? Remove the argument there, then:",
+        "systemctl daemon-reload && systemctl restart containerd",
+    ),
+    (ConditionType.RUNTIME_ACTIVE, Reason.FAILED): ("journalctl -M {machine} -b -u containerd --no-pager -n 50",),
+    Reason.CRI_FAILED: (
+        SHELL,
+        "journalctl -b -u containerd -g 'failed to load plugin'",
+        "systemctl restart containerd  # after you have corrected what the message names in /etc/containerd",
+    ),
+    Reason.NO_ANSWER: (SHELL, "ctr plugins ls  # does containerd answer?", "journalctl -b -u containerd -n 50"),
+    **dict.fromkeys(
+        ((ConditionType.RUNTIME_ACTIVE, Reason.STOPPED), (ConditionType.RUNTIME_ACTIVE, Reason.NOT_STARTED)),
+        (SHELL, "systemctl unmask containerd  # if it is masked", "systemctl start containerd"),
+    ),
+    # The kubelet, and what offers its GPUs.
+    Reason.NO_KUBELET: ("unbounded-agent up {machine}  # or install the kubelet yourself",),
+    Reason.KUBELET_DOWN: (
+        KUBELET_LOG,
+        "unbounded-agent up {machine}  # with a new bootstrap token, if the log says that its certificate is expired",
+    ),
+    Reason.NO_DEVICE_PLUGIN: ("unbounded-agent kube manifests runtime-class device-plugin | kubectl apply -f -",),
+    Reason.BAD_CHECKPOINT: (KUBELET_LOG, PLUGIN_PODS, PLUGIN_RESTART),
+    Reason.UNKNOWN_IDS: ("kubectl describe node {node}  # see Allocatable",),
+    Reason.DEVICE_PLUGIN_DOWN: (PLUGIN_PODS, "kubectl -n NAMESPACE logs POD --previous"),
+    Reason.NOT_REGISTERED: (PLUGIN_PODS, "kubectl -n NAMESPACE logs POD", KUBELET_LOG),
+    Reason.GPUS_MISSING: (
+        PLUGIN_PODS,
+        "kubectl -n NAMESPACE logs POD  # why it considers the GPUs unhealthy",
+        KERNEL_LOG,
+        "kubectl -n NAMESPACE delete pod POD  # only once the GPUs work: the new pod offers them at once",
+    ),
+    **dict.fromkeys(
+        (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED, Reason.STALE_GPUS),
+        (
             PLUGIN_PODS,
-            "kubectl -n NAMESPACE logs POD  # why it considers the GPUs unhealthy",
-            KERNEL_LOG,
-            "kubectl -n NAMESPACE delete pod POD  # only once the GPUs work: the new pod offers them at once",
+            PLUGIN_RESTART,
+            "machines.{machine}.restart_device_plugin = true lets the agent do that from now on",
         ),
-        Reason.DEVICE_PLUGIN_RESTART_NEEDED: (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
-        Reason.PLUGIN_SPEC_OUTDATED: (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
-        Reason.STALE_GPUS: (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
-        Reason.DRA_DRIVER_DOWN: DRA_LOG,
-        Reason.DEVICE_PLUGIN_ACTIVE: ("unbounded-agent kube allocation dra {machine} --kubeconfig FILE",),
-    },
-    ConditionType.NODE_CONDITION_SET: {
-        Reason.NOT_TRIED: (SHELL, "systemctl status unbounded-agent-node-condition.timer"),
-        Reason.NO_KUBECTL: ("install kubectl in the image",),
-        Reason.KUBELET_NOT_RUNNING: (KUBELET_LOG,),
-        Reason.NO_KUBECONFIG: ("give the kubelet --kubeconfig with an absolute path",),
-        Reason.BAD_NODE_NAME: (
-            SHELL,
-            "hostnamectl hostname NAME && systemctl restart kubelet  # or correct its --hostname-override",
-        ),
-        Reason.NODE_NOT_REGISTERED: (KUBELET_LOG,),
-        Reason.NODE_DELETED: ("systemctl -M {machine} restart kubelet", KUBELET_LOG),
-        Reason.REFUSED: (
-            "kubectl auth can-i patch nodes/{node} --subresource=status --as=system:node:{node} "
-            "--as-group=system:nodes",
-        ),
-        Reason.API_UNREACHABLE: (KUBELET_LOG,),
-        Reason.BAD_DOCUMENT: (SAME_RELEASE,),
-        Reason.AGENT_SILENT: ("systemctl enable --now unbounded-agent",),
-    },
+    ),
+    Reason.DRA_DRIVER_DOWN: DRA_LOG,
+    Reason.DEVICE_PLUGIN_ACTIVE: ("unbounded-agent kube allocation dra {machine} --kubeconfig FILE",),
+    Reason.NOT_TRIED: (SHELL, "systemctl status unbounded-agent-node-condition.timer"),
+    Reason.NO_KUBECTL: ("install kubectl in the image",),
+    Reason.NO_KUBECONFIG: ("give the kubelet --kubeconfig with an absolute path",),
+    Reason.BAD_NODE_NAME: (
+        SHELL,
+        "hostnamectl hostname NAME && systemctl restart kubelet  # or correct its --hostname-override",
+    ),
+    Reason.NODE_DELETED: ("systemctl -M {machine} restart kubelet", KUBELET_LOG),
+    Reason.REFUSED: (
+        "kubectl auth can-i patch nodes/{node} --subresource=status --as=system:node:{node} --as-group=system:nodes",
+    ),
+    Reason.AGENT_SILENT: ("systemctl enable --now unbounded-agent",),
 }
-"""The commands by condition and reason. None stands for every condition that has no entry of its own for the reason."""
+"""The commands by reason, or by condition and reason where a condition has its own. A reason without commands passes by
+itself, or its message names the condition to see."""
 
-OFFERED: Mapping[str, tuple[str, ...]] = {
-    Reason.NOT_REGISTERED: (*DRA_LOG, KUBELET_LOG),
-    Reason.GPUS_MISSING: DRA_LOG,
-    Reason.STALE_GPUS: DRA_LOG,
-    Reason.NODE_NOT_REGISTERED: (KUBELET_LOG,),
-    Reason.REFUSED: DRA_LOG,
-    Reason.API_UNREACHABLE: (*DRA_LOG, KUBELET_LOG),
-    Reason.FAILED: DRA_LOG,
-}
-"""By reason of GPUsAdvertised, for a machine that offers its GPUs itself. For these reasons, REMEDIES has commands for
-device plugins, a command for all conditions, or none."""
+OFFERED: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    (Reason.NOT_REGISTERED, Reason.GPUS_MISSING, Reason.STALE_GPUS, Reason.REFUSED, Reason.FAILED),
+    (*DRA_LOG, KUBELET_LOG),
+)
+"""By reason of GPUsAdvertised, for a machine that offers its GPUs itself: for these reasons, REMEDIES has commands for
+device plugins or for another condition."""
 
 REMARKS: Mapping[str, str] = {
     Remark.PODS_OUTDATED: "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again",
@@ -264,13 +219,13 @@ REMARKS: Mapping[str, str] = {
 
 
 def remedy(kind: ConditionType, reason: str, *, offers_gpus: bool = False) -> tuple[str, ...]:
-    """Return the commands, with the placeholders `{machine}` and `{node}`; empty if there is nothing to do but wait.
+    """Return the commands, with the placeholders `{machine}` and `{node}`; empty if there are none.
 
     `offers_gpus` says whether the machine offers its GPUs itself, without a device plugin.
     """
     if offers_gpus and kind is ConditionType.GPUS_ADVERTISED and reason in OFFERED:
         return OFFERED[reason]
-    return BY_CONDITION.get(kind, {}).get(reason) or BY_CONDITION[None].get(reason) or ()
+    return REMEDIES.get((kind, reason)) or REMEDIES.get(reason, ())
 
 
 NOTABLE = {
