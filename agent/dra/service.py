@@ -340,7 +340,7 @@ class Service:
             log.info("serving node %s with kubeconfig %s", identity.node, identity.kubeconfig)
             client = ApiClient(Credentials(self._system, identity.kubeconfig))
             checkpoint = Checkpoint(self._system, identity.root, self._bell.ring)
-            with contextlib.closing(checkpoint), contextlib.closing(client), contextlib.closing(self._peer):
+            with contextlib.closing(checkpoint), contextlib.closing(self._peer):
                 try:
                     self._serve(identity, client, checkpoint)
                 except AgentError as error:

@@ -42,8 +42,8 @@ def change_condition(system: System, identity: Identity, condition: dict[str, st
     # manager.
     patch = {"status": {"conditions": [condition or {"$patch": "delete", "type": TYPE}]}}
     try:
-        with contextlib.closing(ApiClient(Credentials(system, identity.kubeconfig))) as client:
-            client.request("PATCH", f"/api/v1/nodes/{identity.node}/status", patch)
+        client = ApiClient(Credentials(system, identity.kubeconfig))
+        client.request("PATCH", f"/api/v1/nodes/{identity.node}/status", patch)
         return None
     except NotFoundError as error:
         message = f"the API server has no node {identity.node}: the kubelet has not registered yet"

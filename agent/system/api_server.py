@@ -1,8 +1,7 @@
 """The client of the API server: sends requests and watches, with the kubelet's identity.
 
-The size of answers is limited, and so is the time for each request as a whole. The client keeps connections open for
-further requests, because a TLS handshake takes longer than a request. It uses no proxy and follows no redirect. When
-the kubelet's certificate or a token is renewed, a new file replaces the old one, and is read again.
+The size of answers is limited, and so is the time for each request as a whole. The client uses no proxy and follows no
+redirect. When the kubelet's certificate or a token is renewed, a new file replaces the old one, and is read again.
 
 The kubeconfig (clientcmd/api/v1 of k8s.io/client-go) is YAML, which the standard library cannot read, so kubectl prints
 it as JSON unless it is JSON already.
@@ -13,12 +12,9 @@ import contextlib
 import http.client
 import json
 import logging
-import math
 import os
 import posixpath
 import random
-import re
-import select
 import socket
 import ssl
 import threading
@@ -80,15 +76,7 @@ class ConflictError(ApiError):
     """Somebody else has changed, created or deleted the object meanwhile: read it again."""
 
 
-class OutdatedError(ApiError):
-    """The server no longer has the events after a watch's resourceVersion (410 Gone): list the objects again."""
-
-
-KINDS: Mapping[int, type[ApiError]] = {
-    HTTPStatus.NOT_FOUND: NotFoundError,
-    HTTPStatus.CONFLICT: ConflictError,
-    HTTPStatus.GONE: OutdatedError,
-}
+KINDS: Mapping[int, type[ApiError]] = {HTTPStatus.NOT_FOUND: NotFoundError, HTTPStatus.CONFLICT: ConflictError}
 
 
 def api_error(request: str, status: int, body: bytes) -> ApiError:
@@ -109,22 +97,6 @@ SIZE_LIMIT = 1 << 18
 KUBECTL_LIMIT = 15.0
 """Seconds for kubectl, which only reads the file."""
 HTTPS_PORT = 443
-UNUSABLE = re.compile("[\0\ud800-\udfff]")
-"""Characters that a text in JSON can have, but the name of a file or server cannot: a null character, or half a
-surrogate pair."""
-CERTIFICATE_HINT = "join the node with a client certificate (TLS bootstrap) or a token file"
-NOT_SUPPORTED = {
-    "insecure-skip-tls-verify": (
-        "skips the verification of the server's certificate",
-        "set certificate-authority",
-    ),
-    "proxy-url": ("names a proxy", "let the node reach the server directly"),
-    "exec": ("uses a program that provides credentials", CERTIFICATE_HINT),
-    "auth-provider": ("uses an authentication provider", CERTIFICATE_HINT),
-    "username": ("uses a password", CERTIFICATE_HINT),
-    "as": ("uses impersonation", CERTIFICATE_HINT),
-}
-"""Keys of a kubeconfig's cluster or user: what they mean for the agent, and what to do instead."""
 
 Material = str | bytes
 """A certificate, key or token: a file's path, or the content itself; empty if there is none."""
@@ -168,75 +140,63 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
 
     `where` is the file's path. Relative paths in the file start at its directory.
     """
-    document = parse_object(where, data)
-    context = _named(where, document, "context", _text(where, document, "current-context"), "current-context")
-    cluster = _named(where, document, "cluster", _text(where, context, "cluster"), "the current context's cluster")
-    user = _named(where, document, "user", _text(where, context, "user"), "the current context's user")
-    for key, (meaning, hint) in NOT_SUPPORTED.items():
-        if cluster.get(key) or user.get(key):
-            raise AgentError(f"{where}: it {meaning} ({key}), which is not supported here", hint)
+    try:
+        return _kubeconfig(where, parse_object(where, data))
+    except ValueError as error:
+        # Without the cause, which could have a part of a key.
+        hint = f"`kubectl --kubeconfig={where} get --raw=/version` says more"
+        raise DocumentError(f"{where}: not a usable kubeconfig: {error}", hint) from None
+
+
+def _kubeconfig(where: str, document: dict[str, Any]) -> Kubeconfig:
+    context = _named(where, document, "context", _text(where, document, "current-context"))
+    cluster = _named(where, document, "cluster", _text(where, context, "cluster"))
+    user = _named(where, document, "user", _text(where, context, "user"))
     server = _text(where, cluster, "server")
-    try:
-        parts = urllib.parse.urlsplit(server)
-        host, port = parts.hostname or "", HTTPS_PORT if parts.port is None else parts.port
-        # Later, a connection encodes the host in this way, and a request encodes the path. Find out here whether both
-        # can be encoded.
-        host.encode("idna")
-        parts.path.encode("ascii")
-    except ValueError:
-        parts, host, port = urllib.parse.urlsplit(""), "", 0
-    if parts.scheme != "https" or not host or not port:
+    parts = urllib.parse.urlsplit(server)
+    if parts.scheme != "https" or not parts.hostname:
         raise DocumentError(f"{where}: the server must be an https:// address, not {server[:100]!a}")
-    server_name = _text(where, cluster, "tls-server-name") or host
-    try:
-        server_name.encode("idna")
-    except UnicodeError as error:
-        raise DocumentError(f"{where}: key tls-server-name must be a host's name, not {server_name[:100]!a}") from error
+    server_name = _text(where, cluster, "tls-server-name") or parts.hostname
+    # As a connection does later, where an error would leave its socket open.
+    server_name.encode("idna")
     kubeconfig = Kubeconfig(
-        host,
-        port,
+        parts.hostname,
+        parts.port or HTTPS_PORT,
         parts.path.rstrip("/"),
         server_name,
-        ca=_data(where, cluster, "certificate-authority") or _path(where, cluster, "certificate-authority"),
-        certificate=_data(where, user, "client-certificate") or _path(where, user, "client-certificate"),
-        key=_data(where, user, "client-key") or _path(where, user, "client-key"),
+        ca=_material(where, cluster, "certificate-authority"),
+        certificate=_material(where, user, "client-certificate"),
+        key=_material(where, user, "client-key"),
         # The file takes precedence over inline data, because the token in the file is renewed.
         token=_path(where, user, "tokenFile") or _text(where, user, "token").encode(),
     )
     if not (kubeconfig.certificate and kubeconfig.key) and not kubeconfig.token:
-        raise DocumentError(f"{where}: the user has neither a client certificate with its key nor a token")
+        raise DocumentError(
+            f"{where}: the user has neither a client certificate with its key nor a token",
+            "join the node with a client certificate (TLS bootstrap) or a token file: no other kind is supported",
+        )
     return kubeconfig
 
 
-def _named(where: str, document: dict[str, Any], kind: str, name: str, key: str) -> dict[str, Any]:
-    """Return the entry with this name in a list such as `clusters`. Raises DocumentError.
-
-    `key` says where the name comes from.
-    """
-    if not name:
-        raise DocumentError(f"{where}: {key} is not set")
+def _named(where: str, document: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
+    """Return the entry with this name in a list such as `clusters`. Raises DocumentError."""
     listed = document.get(f"{kind}s")
     for each in listed if isinstance(listed, list) else ():
         if isinstance(each, dict) and each.get("name") == name and isinstance(found := each.get(kind), dict):
             return found
-    raise DocumentError(f"{where}: {key} is {name[:100]!a}, which is not in `{kind}s`")
+    raise DocumentError(f"{where}: the current {kind} is {name[:100]!a}, which is not in `{kind}s`")
 
 
 def _text(where: str, document: dict[str, Any], key: str) -> str:
     value = document.get(key) or ""
     if not isinstance(value, str):
         raise DocumentError(f"{where}: key {key} must be a string, not {in_json(value)}")
-    if UNUSABLE.search(value):
-        raise DocumentError(f"{where}: key {key} has characters that are not allowed")
     return value
 
 
-def _data(where: str, entry: dict[str, Any], key: str) -> bytes:
-    try:
-        return base64.b64decode(_text(where, entry, f"{key}-data"), validate=True)
-    except ValueError:
-        # The message leaves out the cause, which could quote a part of a key.
-        raise DocumentError(f"{where}: key {key}-data is not base64") from None
+def _material(where: str, entry: dict[str, Any], key: str) -> Material:
+    """Return inline data, which takes precedence, or a file's path."""
+    return base64.b64decode(_text(where, entry, f"{key}-data"), validate=True) or _path(where, entry, key)
 
 
 def _path(where: str, entry: dict[str, Any], key: str) -> str:
@@ -305,10 +265,9 @@ class Credentials:
             return self._session
 
     def _identity(self, path: str) -> FileIdentity | None:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             return self._system.identity(path)
-        except OSError:
-            return None
+        return None
 
     def _make(self, kubeconfig: Kubeconfig) -> Session:
         try:
@@ -359,10 +318,6 @@ REQUEST_LIMIT = 10.0
 """Seconds that a request may take, from looking up the server's name to the last byte of the answer."""
 ANSWER_LIMIT = 8 << 20
 """Bytes of the largest answer, and of the largest event of a watch. An object in etcd has at most 1.5 MiB."""
-IDLE_CONNECTIONS = 4
-"""How many idle connections are kept."""
-IDLE_LIMIT = 60.0
-"""Seconds after which an idle connection is not used again, because load balancers drop idle connections."""
 WATCH_LIMIT = 300
 """Seconds after which the server ends a watch, so that the next one uses current credentials."""
 WATCH_MARGIN = 30.0
@@ -375,18 +330,16 @@ SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000),
 )
 """With these, TCP gives up on a peer that acknowledges nothing for 20 s (tcp(7))."""
-CLOSED_BY_SERVER = (ConnectionError, ssl.SSLEOFError)
-"""Errors that a request can end with if it uses an idle connection that the server has closed."""
 
 
 class ApiClient:
-    """Asks the API server for objects, changes them and watches them. Threads may share it."""
+    """Asks the API server for objects, changes them and watches them. Threads may share it.
+
+    Each request has a connection of its own: there are few, and a handshake takes milliseconds.
+    """
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self._lock = threading.Lock()
-        self._idle: list[tuple[float, _Connection]] = []
-        self._closed = False
 
     def get(self, path: str, **parameters: str) -> dict[str, Any]:
         """Return the object or list. Raises ApiError, or AgentError if the credentials are unusable."""
@@ -397,29 +350,25 @@ class ApiClient:
 
         `content` is sent as JSON, with PATCH as a strategic merge patch; None means no body.
         """
-        what, connection = f"{method} {path.partition('?')[0]}", self._connection()
+        what, connection = f"{method} {path.partition('?')[0]}", _Connection(self._credentials.session())
 
-        def ask() -> tuple[http.client.HTTPResponse, bytes]:
-            response = connection.ask(method, path, content)
-            return response, response.read(ANSWER_LIMIT + 1)
+        def ask() -> tuple[int, bytes]:
+            with contextlib.closing(connection):
+                response = connection.ask(method, path, content)
+                return response.status, response.read(ANSWER_LIMIT + 1)
 
-        response, body = connection.bounded(what, ask, REQUEST_LIMIT)
-        with self._lock:
-            if response.isclosed() and not (response.will_close or self._closed) and len(self._idle) < IDLE_CONNECTIONS:
-                self._idle.append((time.monotonic(), connection))
-            else:
-                connection.close()
+        status, body = connection.bounded(what, ask, REQUEST_LIMIT)
         if len(body) > ANSWER_LIMIT:
             raise ApiError(what, f"the answer has more than {ANSWER_LIMIT} bytes")
-        if response.status >= 300:
-            raise api_error(what, response.status, body)
+        if status >= 300:
+            raise api_error(what, status, body)
         return _object(what, body)
 
     def watch(self, path: str, version: str, **parameters: str) -> Generator[dict[str, Any], None, None]:
         """Yield the changes since a list, until the server ends the watch. `version` is the list's resourceVersion.
 
         The first item is no event but an empty object, which is yielded when the server has accepted the watch. Raises
-        what `get` raises, and OutdatedError if the server no longer has the events after `version`.
+        what `get` raises, also if the server no longer has the events after `version`.
         """
         query = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_LIMIT), **parameters}
         what, connection = f"watch {path}", _Connection(self._credentials.session())
@@ -429,9 +378,9 @@ class ApiClient:
             response = connection.ask("GET", place, None)
             return response, response.read(ANSWER_LIMIT) if response.status >= 300 else b""
 
-        response, body = connection.bounded(what, ask, REQUEST_LIMIT)
         end = time.monotonic() + WATCH_LIMIT + WATCH_MARGIN
         try:
+            response, body = connection.bounded(what, ask, REQUEST_LIMIT)
             if response.status >= 300:
                 raise api_error(what, response.status, body)
             yield {}
@@ -442,24 +391,6 @@ class ApiClient:
         finally:
             connection.close()
 
-    def close(self) -> None:
-        """Close the idle connections. From now on, a request closes its own: threads may still wait for answers."""
-        with self._lock:
-            self._closed = True
-            while self._idle:
-                self._idle.pop()[1].close()
-
-    def _connection(self) -> "_Connection":
-        session = self._credentials.session()
-        with self._lock:
-            while self._idle:
-                since, connection = self._idle.pop()
-                fresh = time.monotonic() - since < IDLE_LIMIT
-                if fresh and connection.session is session and connection.is_quiet():
-                    return connection
-                connection.close()
-        return _Connection(session)
-
 
 class _Connection(http.client.HTTPSConnection):
     """A connection to the server, whose certificate must have the name that the kubeconfig gives the server."""
@@ -467,10 +398,10 @@ class _Connection(http.client.HTTPSConnection):
     def __init__(self, session: Session) -> None:
         kubeconfig = session.kubeconfig
         super().__init__(kubeconfig.host, kubeconfig.port, timeout=REQUEST_LIMIT, context=session.context)
-        self.session = session
+        self._session = session
         self._socket: socket.socket | None = None
         self._response: http.client.HTTPResponse | None = None
-        """The last answer. It keeps the socket open until it is closed itself."""
+        """The answer. It keeps the socket open until it is closed itself."""
         self._given_up = False
         """Whether the caller has stopped waiting for an answer."""
 
@@ -478,8 +409,8 @@ class _Connection(http.client.HTTPSConnection):
         http.client.HTTPConnection.connect(self)
         for option in SOCKET_OPTIONS:
             self.sock.setsockopt(*option)
-        name = self.session.kubeconfig.server_name
-        self._socket = self.sock = self.session.context.wrap_socket(self.sock, server_hostname=name)
+        name = self._session.kubeconfig.server_name
+        self._socket = self.sock = self._session.context.wrap_socket(self.sock, server_hostname=name)
         # From now on, `bounded` ends what takes too long.
         self.sock.settimeout(None)
         # Only now: whoever gave up before did not see this socket.
@@ -487,67 +418,27 @@ class _Connection(http.client.HTTPSConnection):
             raise TimeoutError
 
     def bounded(self, what: str, ask: Callable[[], T], seconds: float) -> T:
-        """Return what `ask` returns within `seconds`, however often the server sends a byte. Raises ApiError.
-
-        After an error, the connection is closed.
-        """
-        begun = complete = False
-
-        def run() -> T:
-            nonlocal begun, complete
-            begun = True
-            try:
-                if self._given_up:
-                    raise TimeoutError
-                answer = ask()
-                complete = not self._given_up
-                return answer
-            finally:
-                if not complete:
-                    self.close()
-
+        """Return what `ask` returns within `seconds`, however often the server sends a byte. Raises ApiError."""
         try:
-            return bounded(what, run, seconds)
-        except (OSError, http.client.HTTPException) as error:
+            return bounded(what, ask, seconds)
+        except (OSError, ValueError, http.client.HTTPException) as error:
             self._given_up = True
-            if not begun:
-                # An earlier call of this name still hangs, or there is no thread.
-                self.close()
-            elif isinstance(error, TimeoutError) and self._socket is not None:
-                # Not closed here: this ends the call that still waits, and that closes the connection.
+            if self._socket is not None:
+                # Not closed here: this ends the call that still waits.
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
             raise self.failure(what, error) from error
 
     def ask(self, method: str, path: str, content: object) -> http.client.HTTPResponse:
-        """Send a request, and return the answer's head. Raises OSError or HTTPException.
-
-        If this is an idle connection that the server has closed, the request is sent again, once, on a new one. That is
-        safe even if the server has already served the request: a slice is written with a resourceVersion or a fixed
-        name, so a second write fails with a conflict, and a second patch, or eviction of a pod, changes nothing.
-        """
-        headers = {"Accept": "application/json", "User-Agent": "unbounded-agent", **self.session.headers}
+        """Send a request, and return the answer's head. Raises OSError, ValueError or HTTPException."""
+        headers = {"Accept": "application/json", "User-Agent": "unbounded-agent", **self._session.headers}
         body = None
         if content is not None:
             kind = "strategic-merge-patch+json" if method == "PATCH" else "json"
             body, headers["Content-Type"] = json.dumps(content).encode(), f"application/{kind}"
-        is_reused = self.sock is not None
-        try:
-            self.request(method, self.session.kubeconfig.prefix + path, body, headers)
-            self._response = self.getresponse()
-        except CLOSED_BY_SERVER:
-            if not is_reused:
-                raise
-            self.close()
-            self.request(method, self.session.kubeconfig.prefix + path, body, headers)
-            self._response = self.getresponse()
+        self.request(method, self._session.kubeconfig.prefix + path, body, headers)
+        self._response = self.getresponse()
         return self._response
-
-    def is_quiet(self) -> bool:
-        """Return whether the server has neither closed the idle connection nor sent anything."""
-        poll = select.poll()
-        poll.register(self.sock, select.POLLIN)
-        return not poll.poll(0)
 
     def failure(self, what: str, error: Exception) -> ApiError:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -588,18 +479,14 @@ def _event(what: str, line: bytes) -> dict[str, Any]:
     if event.get("type") == "ERROR":
         status = event.get("object")
         code = status.get("code") if isinstance(status, dict) else None
-        error = api_error(what, code if isinstance(code, int) else 0, json.dumps(status).encode())
-        raise error if isinstance(error, OutdatedError) else ApiError(what, error.message, error.status)
+        raise api_error(what, code if isinstance(code, int) else 0, json.dumps(status).encode())
     return event
 
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
-"""Seconds from the end of one attempt to the next. After each failure, and after each watch that ends before it has
-settled, the pause doubles, up to the longest."""
-SETTLED = 10.0
-"""Seconds after which a watch has settled. Some proxies end each watch at once: then the pause must grow. Other proxies
-end a watch only after it has been idle for a while: then the next watch should begin soon."""
-
+SHORT_PAUSE, LONG_PAUSE = 0.4, 15.0
+"""Seconds from the end of a watch to the next one, if it has lasted, and otherwise."""
+LASTED = 10.0
+"""Seconds after which a watch counts as having lasted. Some proxies end each watch at once."""
 LOGGED_FAILURE = 2
 """How many failures in a row cause a log message. A single failure is usual: servers and load balancers end watches."""
 
@@ -617,8 +504,6 @@ class Watcher(threading.Thread):
         self._stopped = threading.Event()
         self._failures = 0
         """Attempts that have failed since the watch last began."""
-        self._began = math.inf
-        """When the watch of the current attempt began, by time.monotonic(); infinity before it has begun."""
         self._version = ""
         """The resourceVersion at which the last watch has ended; empty if the objects have to be listed first."""
         self._watching = False
@@ -629,25 +514,19 @@ class Watcher(threading.Thread):
         return self._watching
 
     def run(self) -> None:
-        pause = FIRST_PAUSE
         while not self._stopped.is_set():
-            self._began, failed = math.inf, False
+            began = time.monotonic()
             try:
                 self._watch()
             except AgentError as error:
-                failed = True
                 self._watching, self._version = False, ""
                 self._failures += 1
                 if self._failures == LOGGED_FAILURE:
                     log.warning("changes to %s are noticed up to a minute late: %s", self._path, error)
-            settled = time.monotonic() - self._began >= SETTLED
-            if settled:
-                pause = FIRST_PAUSE
-            if failed or not settled:
-                pause = min(2 * pause, LONGEST_PAUSE)
+            lasted = not self._failures and time.monotonic() - began >= LASTED
             # If the API server fails, all nodes lose it at the same moment. They should not all return at the same
             # moment, so the pause is random.
-            self._stopped.wait(pause * random.uniform(0.5, 1.0))
+            self._stopped.wait((SHORT_PAUSE if lasted else LONG_PAUSE) * random.uniform(0.5, 1.0))
 
     def stop(self) -> None:
         """Make the thread end when the current watch ends."""
@@ -665,7 +544,6 @@ class Watcher(threading.Thread):
             if self._failures >= LOGGED_FAILURE:
                 log.info("changes to %s are noticed at once again", self._path)
             self._failures = 0
-            self._began = min(self._began, time.monotonic())
             self._version = _version(event.get("object")) or self._version
             # A bookmark is no change: it only has a newer resourceVersion.
             if changed and not self._stopped.is_set():

@@ -38,7 +38,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("POLL", "GAP", "NO_KUBELET_PAUSE", "IDENTITY_CHECK"):
         monkeypatch.setattr(module, name, 0.02)
     monkeypatch.setattr(module, "LONGEST_RETRY", 0.3)
-    monkeypatch.setattr(api_module, "LONGEST_PAUSE", 0.3)
+    monkeypatch.setattr(api_module, "LONG_PAUSE", 0.3)
 
 
 def until(what: str, holds: Callable[[], object]) -> None:
@@ -315,7 +315,7 @@ def test_unusable_credentials_are_told(api: ApiServer, joined: DraMachine) -> No
     joined.grant(GPUS[0])
     joined.start()
     until("the status says so", lambda: joined.status.reason == Reason.FAILED)
-    assert "a password" in joined.status.message
+    assert "no other kind is supported" in joined.status.message
     joined.put(KUBECONFIG, api.kubeconfig())
     until("it is offered", lambda: offered(api) == ["01"])
 
@@ -327,8 +327,8 @@ def test_an_idle_service_asks_nothing_that_its_watches_answer(
     monkeypatch.setattr(module, "RESYNC", 0.02)
     monkeypatch.setattr(module, "FACTS_CHECK", 0.02)
     api.watch_seconds = 0.5
-    monkeypatch.setattr(api_module, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(api_module, "SETTLED", 0.1)
+    monkeypatch.setattr(api_module, "SHORT_PAUSE", 0.01)
+    monkeypatch.setattr(api_module, "LASTED", 0.1)
     joined.grant(*GPUS[:2])
     joined.start()
     until("the watches go on", lambda: sum("watch" in query for _, _, query, _ in api.requests) >= 4)
@@ -343,8 +343,8 @@ def test_without_a_watch_a_pass_is_made_now_and_then(
     api: ApiServer, running: DraMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RESYNC", 0.1)
-    monkeypatch.setattr(api_module, "LONGEST_PAUSE", 60.0)
-    monkeypatch.setattr(api_module, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(api_module, "LONG_PAUSE", 60.0)
+    monkeypatch.setattr(api_module, "SHORT_PAUSE", 60.0)
     api.answer = lambda method, path: failure(HTTPStatus.FORBIDDEN, "no") if path == NODES else None
     api.cut()
     api.wipe()

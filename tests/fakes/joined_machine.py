@@ -43,8 +43,6 @@ def joined(machine: DraMachine, api: ApiServer) -> DraMachine:
 
 
 @pytest.fixture
-def client(joined: DraMachine) -> Iterator[ApiClient]:
+def client(joined: DraMachine) -> ApiClient:
     """A client with the kubelet's identity."""
-    found = ApiClient(Credentials(joined, KUBECONFIG))
-    yield found
-    found.close()
+    return ApiClient(Credentials(joined, KUBECONFIG))

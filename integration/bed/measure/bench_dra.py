@@ -84,7 +84,6 @@ def _slice_after_cdi(offer: Offering, changes: int) -> list[float]:
         begun = time.monotonic()
         until("the slice is there", lambda count=count: count in seen)  # type: ignore[misc]
         found.append(seen[count] - begun)
-    client.close()
     return found
 
 
