@@ -1,13 +1,16 @@
 # The gate is integration/test; these are short-cuts for hacking.
 PYTHON ?= python3
 
-.PHONY: check deb docs lock proto wheel
+.PHONY: check deb docs lock proto release wheel
 
 check:  ## unit tests, linters and layers, without root and without a VM
 	$(PYTHON) -m pytest
 
 deb:  ## build the Debian packages into dist/
 	deploy/build-packages
+
+release:  ## build all files of a release into dist/VERSION/, with their checksums
+	deploy/release
 
 wheel:  ## build the agent's wheel into dist/, without its dependencies
 	$(PYTHON) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .

@@ -1,0 +1,50 @@
+"""`make release`: what it builds, from two clones of one commit."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from integration.bed.cache import REPOSITORY
+from integration.bed.packages import EPOCH
+from integration.bed.process import run
+
+VERSION = "1.0"
+FILES = {
+    f"unbounded-agent-{VERSION}-amd64.cdx.json",
+    f"unbounded-agent-{VERSION}-arm64.cdx.json",
+    f"unbounded-agent-{VERSION}-recipes.tar.gz",
+    f"unbounded-agent-machine-dra_{VERSION}_all.deb",
+    f"unbounded-agent-machine_{VERSION}_all.deb",
+    f"unbounded-agent-monitoring_{VERSION}_all.deb",
+    f"unbounded-agent_{VERSION}_amd64.deb",
+    f"unbounded-agent_{VERSION}_arm64.deb",
+    f"unbounded_agent-{VERSION}-py3-none-any.whl",
+    "SHA256SUMS",
+}
+
+
+def build(directory: Path, umask: str, zone: str) -> Path:
+    """Return the files of a release of HEAD, built in a clone below `directory` without any build before it."""
+    clone, output = directory / "clone", directory / "files"
+    run(["git", "clone", "--quiet", "--no-local", REPOSITORY, clone])
+    script = 'umask "$0"; exec "$1/deploy/release" "$2"'
+    environment = {"VERSION": VERSION, "SOURCE_DATE_EPOCH": EPOCH, "TZ": zone}
+    run(["sh", "-c", script, umask, clone, output], env=environment)
+    return output
+
+
+@pytest.mark.exhaustive
+def test_a_release_is_whole_and_the_same_from_every_clone(tmp_path: Path) -> None:
+    """Another directory, umask and time zone change no byte. An image can be built from what is there."""
+    ways = {"a": ("022", "UTC"), "b": ("077", "Asia/Tokyo")}
+    first, second = (build(tmp_path / each, *how) for each, how in ways.items())
+    assert {path.name for path in first.iterdir()} == FILES
+    run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=first)
+    assert (first / "SHA256SUMS").read_text() == (second / "SHA256SUMS").read_text()
+    run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=second)
+
+    run(["tar", "--extract", "--file", first / f"unbounded-agent-{VERSION}-recipes.tar.gz", "--directory", tmp_path])
+    recipe = tmp_path / f"unbounded-agent-{VERSION}" / "containerfiles" / "build"
+    missing = subprocess.run([recipe, "--packages", tmp_path, "agent-ubuntu2404"], capture_output=True, text=True)
+    assert "has no package unbounded-agent-machine" in missing.stderr

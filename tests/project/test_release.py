@@ -1,0 +1,53 @@
+"""What deploy/release refuses. integration/tests/packages/test_release.py builds a release."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with one commit, whose deploy/build-packages fails."""
+    directory = tmp_path / "checkout"
+    for name in ("deploy/release", "deploy/version", "agent/__init__.py", "agent/system/removal.py"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, directory / name)
+    (directory / ".gitignore").write_text("dist/\nbuild/\n")
+    failing = directory / "deploy/build-packages"
+    failing.write_text("#!/bin/sh\necho build >&2\nexit 1\n")
+    failing.chmod(0o755)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (["init", "--quiet"], ["add", "--all"], [*identity, "commit", "--quiet", "--message=c"]):
+        subprocess.run(["git", "-C", directory, *command], check=True)
+    return directory
+
+
+def release(checkout: Path, *arguments: str | Path) -> str:
+    """Return what the failing command says."""
+    done = subprocess.run([checkout / "deploy/release", *arguments], capture_output=True, text=True)
+    assert done.returncode != 0
+    return done.stderr
+
+
+def test_only_what_is_committed_is_released(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "agent/new.py").touch()
+    assert "commit or remove these first, a release is built from a commit:\n?? agent/new.py" in release(checkout)
+    (checkout / "agent/new.py").unlink()
+    assert release(checkout, tmp_path / "files") == "build\n"
+
+
+def test_files_of_another_release_do_not_get_into_it(checkout: Path, tmp_path: Path) -> None:
+    """SHA256SUMS would name them."""
+    (tmp_path / "old.deb").touch()
+    assert release(checkout, tmp_path) == f"error: {tmp_path} is not empty; name another directory\n"
+
+
+def test_a_failed_release_leaves_no_scratch(checkout: Path) -> None:
+    release(checkout)
+    assert list((checkout / "build").iterdir()) == []
