@@ -30,8 +30,7 @@ from google.protobuf.message import DecodeError, Message
 
 from agent.dra import kubelet_pb2
 from agent.dra.claims import ClaimReference, PreparedDevice
-from agent.dra.grpc import Code, Method, RpcError, Streaming
-from agent.dra.grpc_server import REPEAT, Admit, Limits, ListeningSocket, Server
+from agent.dra.grpc_server import REPEAT, Admit, Code, Limits, ListeningSocket, Method, RpcError, Server, Streaming
 from agent.dra.inventory import Device
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER

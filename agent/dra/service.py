@@ -22,8 +22,7 @@ import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agent.dra.claims import Checkpoint, NodeClaims, fetch_claim
-from agent.dra.evictions import Evictions
+from agent.dra.claims import Checkpoint, Evictions, NodeClaims, fetch_claim
 from agent.dra.grpc_server import Admit, start_thread
 from agent.dra.inventory import DRA_VENDORS, GPU_STATES, Device, Inventory
 from agent.dra.kubelet import DriverPlugin, KubeletPeer
@@ -71,8 +70,8 @@ FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
 """Seconds to wait after failed passes. After the first failure, the wait is twice FIRST_RETRY. Each further failure
 doubles the wait, up to LONGEST_RETRY."""
 NO_TAINTS = (
-    "the API server drops device taints (feature gate DRADeviceTaints, on since Kubernetes 1.36), so unhealthy devices "
-    "are not offered at all"
+    "not offered, because the API server drops device taints: turn on its feature gate DRADeviceTaints, and run "
+    "`systemctl restart unbounded-agent-dra` in the machine"
 )
 
 
@@ -212,8 +211,7 @@ class Offer:
         if changed:
             self._plugin.publish_health(self._inventory.all_devices().values())
         if not self._error:
-            # No watch says that the API server keeps taints now.
-            watched = all(each.watching for each in self.watchers) and not self._published.withheld
+            watched = all(each.watching for each in self.watchers)
             self._wait = (WATCHED_RESYNC if watched else RESYNC) * self._jitter
         if changed or self._changed or now - self._passed >= self._wait:
             self._changed = False

@@ -6,13 +6,11 @@ staging/src/k8s.io/api/resource/v1/types.go of k8s.io/kubernetes.
 
 import contextlib
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
 from agent.dra.inventory import Device
-from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
 from agent.model.text import rfc3339, sha256
 from agent.system.api_server import ApiClient, ConflictError, NotFoundError
@@ -163,8 +161,6 @@ SELECTOR = "spec.nodeName={},spec.driver=" + DRA_DRIVER
 """A node may list slices only if the selector has the node's name (authorizeResourceSlice of node_authorizer.go)."""
 ATTEMPTS = 3
 """How often to try to publish if others write the slices at the same time."""
-TAINTS_CHECK = 300.0
-"""Seconds after which to check whether an API server that dropped taints keeps them now, as it may after an upgrade."""
 
 
 class Published(NamedTuple):
@@ -190,8 +186,7 @@ class Publisher:
         stored. They may differ: the server adds times, writes quantities in another form, and drops fields that its
         version does not know."""
         self._keeps_taints = True
-        self._checked = 0.0
-        """When the API server last dropped a taint, or was last checked for that, by time.monotonic()."""
+        """Whether the API server has dropped no taint yet."""
         self._newest = 0
         """The newest generation that this process has written; 0 before the first."""
         self._suffix = ""
@@ -202,9 +197,6 @@ class Publisher:
 
         Raises AgentError, such as ConflictError if somebody else keeps writing the slices.
         """
-        tainted = [each for each in devices if each.taints]
-        if tainted and not self._keeps_taints and time.monotonic() - self._checked >= TAINTS_CHECK:
-            self._check_taints(node, tainted[0])
         attempt = 1
         while True:
             try:
@@ -218,19 +210,6 @@ class Publisher:
             # Publish again, which withholds these GPUs.
             if self._keeps_taints or not published.written or not published.tainted:
                 return published
-
-    def _check_taints(self, node: Node, device: Device) -> None:
-        """Find out by a dry run whether the API server keeps a device's taints now.
-
-        A real slice is no way to find out: if it lost its taints, claims could get the failed GPU until the slice is
-        corrected.
-        """
-        (item,) = make_slices(node, [device], self._newest)
-        item["metadata"]["generateName"] = f"{item['metadata'].pop('name')}-"
-        self._checked = time.monotonic()
-        # After an error, the GPU stays withheld. If the server is not reachable, publishing fails too, and says so.
-        with contextlib.suppress(AgentError):
-            self._keeps_taints = not untainted(self._client.request("POST", f"{COLLECTION}?dryRun=All", item))
 
     def _publish(self, node: Node, devices: Sequence[Device]) -> Published:
         offered = [each for each in devices if self._keeps_taints or not each.taints]
@@ -284,7 +263,7 @@ class Publisher:
             answer = self._client.request("PUT", f"{COLLECTION}/{name}", update)
         self._stored[name] = (content(item), content(answer))
         if untainted(answer) and not untainted(item):
-            self._keeps_taints, self._checked = False, time.monotonic()
+            self._keeps_taints = False
 
     def _delete(self, name: str, item: Object) -> None:
         """Delete a slice. If it no longer exists, do nothing. If it has changed meanwhile, raise ConflictError."""

@@ -10,8 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from agent.dra.grpc import Code, Method, RpcError, Streaming
-from agent.dra.grpc_server import Limits, Server
+from agent.dra.grpc_server import Code, Limits, Method, RpcError, Server, Streaming
 from agent.model.errors import AgentError
 from tests.fakes.grpc_serving import serve
 from tests.fakes.waiting import wait_for

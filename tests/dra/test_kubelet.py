@@ -21,8 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from agent.dra.claims import ClaimReference, PreparedDevice
-from agent.dra.grpc import RpcError
-from agent.dra.grpc_server import REPEAT
+from agent.dra.grpc_server import REPEAT, RpcError
 from agent.dra.inventory import Device, Health
 from agent.dra.kubelet import (
     HEALTH_MESSAGE_LIMIT,

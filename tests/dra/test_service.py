@@ -15,8 +15,7 @@ import grpc
 import pytest
 
 from agent.dra import service as module
-from agent.dra.claims import CHECKPOINT, ClaimReference, PreparedDevice, render_checkpoint
-from agent.dra.evictions import EXTENDED
+from agent.dra.claims import CHECKPOINT, EXTENDED, ClaimReference, PreparedDevice, render_checkpoint
 from agent.dra.service import plugin_resources
 from agent.model.conditions import Reason
 from agent.model.contract import Effect, GpuState, GpuStatus

@@ -6,8 +6,7 @@ Its parent is the kubelet, and ends it by closing its standard input.
 import os
 import sys
 
-from agent.dra.grpc import Method
-from agent.dra.grpc_server import Limits, ListeningSocket, Server
+from agent.dra.grpc_server import Limits, ListeningSocket, Method, Server
 from agent.dra.kubelet import KubeletPeer
 
 ECHO, BIG, SMALL = "/test.Example/Echo", "/test.Example/Big", "/test.Example/Small"

@@ -12,8 +12,7 @@ from pathlib import Path
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 
-from agent.dra.grpc import Method, with_prefix
-from agent.dra.grpc_server import Limits, ListeningSocket, Server
+from agent.dra.grpc_server import Limits, ListeningSocket, Method, Server, with_prefix
 from agent.dra.kubelet import KubeletPeer
 from tests.fakes.grpc_process import ECHO
 

@@ -79,7 +79,7 @@ that may hang."""
 
 DATA_CLASSES = {
     # It changes, and its collections are its own.
-    "dra/grpc.py",
+    "dra/grpc_server.py",
     # agent.dra loads it in the machine, which has no msgspec.
     "vendors/dra_vendor.py",
 }

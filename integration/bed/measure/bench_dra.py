@@ -112,24 +112,22 @@ def _prepare(offer: Offering, pairs: int) -> tuple[list[float], list[float]]:
 
 @contextmanager
 def _getting(offer: Offering, claim: dict[str, Any]) -> Iterator[Callable[[], None]]:
-    """Yield a function that GETs the claim as the kubelet's user, on one connection, without parsing the answer."""
+    """Yield a function that GETs the claim as the kubelet's user, on a new connection, without parsing the answer."""
     kubeconfig = json.loads(offer.machine.read(KUBECONFIG))
     files = [offer.machine.full_path(kubeconfig["users"][0]["user"][key]) for key in CERTIFICATE_FILES]
     context = ssl.create_default_context(cadata=offer.cluster.certificate_authority)
     context.load_cert_chain(*files)
-    connection = http.client.HTTPSConnection("127.0.0.1", offer.cluster.port, context=context)
     namespace, name = (claim["metadata"][key] for key in ("namespace", "name"))
 
     def get() -> None:
+        connection = http.client.HTTPSConnection("127.0.0.1", offer.cluster.port, context=context)
         connection.request("GET", f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}")
         response = connection.getresponse()
         content = response.read()
+        connection.close()
         assert response.status == http.HTTPStatus.OK, content
 
-    try:
-        yield get
-    finally:
-        connection.close()
+    yield get
 
 
 def _spread(name: str, values: list[float]) -> Measures:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from agent.dra.claims import ClaimReference, PreparedDevice
-from agent.dra.evictions import EXTENDED, Evictions, Pod
+from agent.dra.claims import EXTENDED, ClaimReference, Evictions, Pod, PreparedDevice
 from agent.dra.inventory import Device, Taint
 from agent.model.contract import Effect
 from agent.model.errors import AgentError
