@@ -6,13 +6,13 @@ import pytest
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from agent.config.settings import CONTROL_PATHS, LINK_DIRECTORIES, REFUSED_TARGETS, Config, MachineSettings
+from agent.config.settings import CONTROL_PATHS, LINK_DIRECTORIES, REFUSED_TARGETS, Config
 from agent.host.observe.host import observe_nspawn_sources, observe_sources
 from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan
 from agent.host.plan.live_devices import Acknowledged
 from agent.model.conditions import Condition, ConditionType
-from agent.model.facts import Absent, Broken, Facts, MountSource, Seen, Unseen, parse_live, render_live
+from agent.model.facts import Absent, Broken, Facts, MountSource, Seen, Unseen
 from agent.model.goal import MachineGoal
 from agent.system.deadlines import call_device, call_source
 from tests.fakes.facts import evaluated, facts
@@ -152,12 +152,6 @@ def test_other_settings_need_a_restart() -> None:
     assert fixed[0] == goal(facts()).live.fixed
 
 
-def test_the_mounts_that_a_machine_started_with_are_noted() -> None:
-    live = goal(with_sources(data=at("/srv/data")), DATA).live
-    assert live.mounts == ("/mnt/data",)
-    assert parse_live(render_live(live)) == live
-
-
 def test_sources_are_checked_through_links(host: Host) -> None:
     host.file("/srv/disk/data/file")
     host.symlink("/srv/data", "disk/data")
@@ -222,19 +216,6 @@ def test_a_link_to_a_name_that_settings_cannot_have(host: Host, name: str) -> No
     host.make_directory(f"/mnt/{name}")
     host.symlink("/srv/data", f"/mnt/{name}")
     assert "has a backslash, a control character, or a blank at its start or end" in why_broken(host, "/srv/data")
-
-
-def test_names_of_others_directories_are_printable(host: Host) -> None:
-    """The names appear in a condition's message, and so in JSON and on terminals."""
-    host.make_directory("/disk/data")
-    host.make_directory("/srv/\udce9")
-    host.symlink("/srv/\udce9/link", "/disk/data")
-    host.symlink("/srv/data", "/srv/\udce9/link")
-    host.owners["/srv/\udce9"] = (0o755, 1000)
-    seen = replace(facts(), mount_sources=observe_sources(config(DATA), host))
-    message = conditions(config(DATA), goal(seen, DATA), seen)[ConditionType.DEVICES_PRESENT].message
-    assert "belongs to user 1000" in message
-    assert message.isprintable()
 
 
 def test_a_dead_server_does_not_shorten_gpu_deadlines() -> None:
@@ -307,17 +288,6 @@ def test_targets_that_are_refused() -> None:
     assert [target for target in targets if not refused("target", target)] == []
 
 
-def test_usual_targets_are_taken() -> None:
-    for target in ("/mnt", "/srv/data", "/etc/resolv.conf", "/usr/local/lib/x", "/var/lib/kubelet"):
-        assert config(DATA | {"target": target}).machines["gpu-node"].extra_mounts[0].target == target
-
-
 def test_each_target_is_mounted_once() -> None:
     with pytest.raises(ValidationError, match="a mount at /mnt/data appears twice"):
         config(DATA, DATA | {"source": "/srv/other", "target": "/mnt//data/"})
-
-
-def test_a_host_without_gpus_has_mounts_too() -> None:
-    bare = replace(with_sources(data=at("/srv/data")), vendors=())
-    assert MachineSettings().has_extras is False
-    assert goal(bare, DATA).live.mounts == ("/mnt/data",)

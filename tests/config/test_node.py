@@ -8,7 +8,6 @@ from agent.config.load import load_config
 from agent.config.settings import NodeSettings
 from agent.model.errors import ConfigError
 from tests.fakes.config_files import system_with
-from tests.fakes.node_settings import node_settings
 
 NODE = """
 [machines.gpu.node]
@@ -115,11 +114,6 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path: Path) -> None
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_program_for_credentials_is_an_absolute_path(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'login' is not an absolute path in the machine"):
-        load_config(system_with(tmp_path, main=NODE.format(node='exec_credential = ["login"]', image="")))
-
-
 def test_values_of_each_kind_are_accepted(tmp_path: Path) -> None:
     found = settings(
         tmp_path,
@@ -138,7 +132,3 @@ configuration = { maxPods = 42, evictionHard = { "memory.available" = "1Gi" } }
     )
     assert found.kubelet.node_ip == "10.0.0.7,fd00::7"
     assert set(found.containerd.mirrors) == {"_default", "registry.example.com:5000"}
-
-
-def test_a_slash_at_the_end_of_the_server_is_left_out() -> None:
-    assert node_settings(server="https://10.0.0.1:6443/").server == "https://10.0.0.1:6443"

@@ -148,27 +148,42 @@ class Unforeseen(bytes):
 
 
 class HostOfBad(Host):
-    """A host where the machine BAD was started with such content, and has reported such."""
+    """A host where the machine BAD was started with such content, or has reported such."""
+
+    unforeseen = ""
 
     def read(self, path: str, limit: int = 4 << 20) -> bytes:
         content = super().read(path, limit)
-        return Unforeseen(content) if path == started_nspawn(BAD) else content
+        return Unforeseen(content) if path == self.unforeseen else content
 
     def read_untrusted(self, path: str, limit: int = 4 << 20) -> tuple[bytes, float]:
         content, changed = super().read_untrusted(path, limit)
-        return (Unforeseen(content) if path == f"{report_directory(BAD)}/{REPORT_NAME}" else content), changed
+        return (Unforeseen(content) if path == self.unforeseen else content), changed
 
 
-def test_an_error_in_what_a_machine_was_started_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "work", "error"),
+    [
+        (
+            started_nspawn(BAD),
+            "determine which settings it started with",
+            "RecursionError: maximum recursion depth exceeded",
+        ),
+        (f"{report_directory(BAD)}/{REPORT_NAME}", "read its report", "TypeError: unforeseen"),
+    ],
+)
+def test_an_error_in_what_a_machine_was_started_with_or_reports(
+    tmp_path: Path, path: str, work: str, error: str
+) -> None:
     """This once ended the pass for all machines."""
     host = set_up(HostOfBad(tmp_path))
-    agent = two(host)
-    for path in (started_nspawn(BAD), started_drop_in(BAD)):
-        host.write(path, b"[Service]\n")
+    assert isinstance(host, HostOfBad)
+    host.unforeseen, agent = path, two(host)
+    for each in (path, started_drop_in(BAD)):
+        host.write(each, b"[Service]\n")
     host.bus.unit(f"systemd-nspawn@{BAD}.service", "active")
     outcome = agent.reconcile()
-    work = "determine which settings it started with"
-    assert outcome.failures == (f"machine {BAD}: cannot {work}: RecursionError: maximum recursion depth exceeded",)
+    assert outcome.failures == (f"machine {BAD}: cannot {work}: {error}",)
     assert_only_bad_is_faulted(outcome.machines, work)
     assert host.is_file(handoff_file(MACHINE))
 
@@ -199,15 +214,6 @@ def test_an_error_in_evaluating_one_machine(gpu_host: Host) -> None:
     )
     seen = replace(seen, machines=machines)
     assert_only_bad_is_faulted(agent.evaluate(seen, wanted, difference), "evaluate its conditions")
-
-
-def test_an_error_in_reading_one_machines_report(tmp_path: Path) -> None:
-    host = set_up(HostOfBad(tmp_path))
-    agent = two(host)
-    host.write(f"{report_directory(BAD)}/{REPORT_NAME}", b"{}")
-    outcome = agent.reconcile()
-    assert outcome.failures == (f"machine {BAD}: cannot read its report: TypeError: unforeseen",)
-    assert_only_bad_is_faulted(outcome.machines, "read its report")
 
 
 def test_no_report_prevents_the_withdrawal_of_a_permission(gpu_host: Host) -> None:

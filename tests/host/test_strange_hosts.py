@@ -13,7 +13,7 @@ from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import BusAnswerError, BusError
 from agent.model.facts import Unseen, parse_live, render_live
 from agent.model.handoff import parse_handoff
-from agent.model.paths import MACHINE_ROOTS, TREES, granted_file, handoff_file, live_file, nspawn_file, unit_drop_in
+from agent.model.paths import MACHINE_ROOTS, granted_file, handoff_file, live_file, nspawn_file, unit_drop_in
 from agent.model.text import MESSAGE_LIMIT
 from agent.system.systemd import MACHINED
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
@@ -80,25 +80,6 @@ def test_a_machine_that_is_removed_during_a_pass_is_not_recreated(gpu_host: Host
         assert not gpu_host.exists(f"{MACHINE_ROOTS}/{MACHINE}")
 
 
-def test_libraries_removed_under_a_running_machine_are_reported_and_stay_in_its_driver_root(
-    gpu_host: Host,
-) -> None:
-    """Its pods keep running, and new ones start, until the package is installed again."""
-    running(gpu_host)
-    handed = gpu_host.read(handoff_file(MACHINE))
-    gpu_host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
-    for library in Path(f"{gpu_host.root}/usr").rglob("lib*.so*"):
-        library.unlink()
-    agent = reconciler(gpu_host)
-    for _ in range(2):
-        outcome = agent.reconcile()
-        assert outcome.failures == ()
-        found = {each.type: each for each in outcome.machines[0].conditions}
-        assert found[ConditionType.LIBRARIES_PRESENT].reason == "OnlyStaged"
-        assert list(Path(f"{gpu_host.root}{TREES}/0").rglob("libcuda.so.*"))
-        assert gpu_host.read(handoff_file(MACHINE)) == handed
-
-
 def test_a_gpu_that_does_not_answer_for_a_while_is_kept_and_recovers(gpu_host: Host) -> None:
     """While its firmware restarts, nothing is withdrawn from the machine, and nobody has to act."""
     running(gpu_host)
@@ -149,15 +130,6 @@ def test_a_link_in_the_place_of_a_machines_root_is_named_and_nothing_is_written(
     gpu_host.make_directory(root)
     prepare(MACHINE, agent)
     assert b"BindReadOnly=/dev/nvidia2\n" in gpu_host.read(nspawn_file(MACHINE))
-
-
-def test_a_file_in_the_place_of_a_machines_root_is_named(gpu_host: Host) -> None:
-    """The message was that it does not exist."""
-    root = f"{MACHINE_ROOTS}/{MACHINE}"
-    os.rmdir(f"{gpu_host.root}{root}")
-    gpu_host.file(root, "")
-    ready = conditions(reconciler(gpu_host).reconcile())[ConditionType.READY]
-    assert (ready.reason, ready.message.partition(";")[0]) == ("NoSuchMachine", f"{root} is not a directory")
 
 
 @pytest.mark.parametrize("directory", [MACHINE_ROOTS, "/run/systemd/nspawn"])

@@ -17,10 +17,6 @@ def test_the_format_of_kubernetes() -> None:
     )
 
 
-def test_an_unknown_time_is_null() -> None:
-    assert STOPPED.to_kubernetes()["lastTransitionTime"] is None
-
-
 def test_counts_of_several_vendors_are_added() -> None:
     kind = ConditionType.GPUS_ADVERTISED
     found = true(kind, Reason.ADVERTISED, "all")._replace(advertised=2)

@@ -64,11 +64,6 @@ def staged(outcome: Outcome) -> tuple[Status, str]:
     return found.status, found.reason
 
 
-def test_the_name_of_a_unit() -> None:
-    """The output of `systemd-escape --path --suffix=mount`."""
-    assert ROOT == r"var-lib-unbounded\x2dagent-host\x2dnvidia-0.mount"
-
-
 def test_a_new_driver_root_is_mounted_before_it_is_handed_out(host: Host) -> None:
     outcome = reconciler(host).reconcile()
     assert outcome.failures == ()

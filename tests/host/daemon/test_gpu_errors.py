@@ -4,7 +4,6 @@ import errno
 import itertools
 import os
 import re
-import select
 import socket
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import GpuFault, VendorFacts
 from agent.model.goal import DriverRoots
 from agent.model.paths import GPUS, KERNEL_LOG_READ
-from agent.system.devices import BURST, KernelLog, open_kernel_log, parse_record
+from agent.system.devices import BURST, KernelLog, parse_record
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.devices import parse_xid
 from agent.vendors.nvidia.host import grant_nvidia
@@ -147,28 +146,15 @@ def test_only_the_kernels_own_records_count(record: bytes, number: int | None, t
     assert parse_record(record) == (number, text)
 
 
-def test_a_log_is_read_from_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "kmsg"
-    path.write_bytes(b"3,1,2,-;old\n")
-    found = open_kernel_log(str(path))
-    assert (found.behind, found.read(), found.behind, found.sequence) == (True, (), False, 1)
-    with path.open("ab") as file:
-        file.write(b"3,2,2,-;new\n")
-    assert (found.read(), found.sequence) == (("new",), 2)
-    assert found.read() == ()
-    found.close()
-
-
-@pytest.mark.parametrize(("after", "texts"), [(0, ("one", "three")), (1, ("three",)), (3, ()), (99, ())])
-def test_a_log_is_read_from_a_record(tmp_path: Path, after: int, texts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("after", "texts"), [(None, ()), (0, ("one", "three")), (1, ("three",)), (3, ()), (99, ())])
+def test_a_log_is_read_from_its_end_or_from_a_record(after: int | None, texts: tuple[str, ...]) -> None:
     """Records of user space have numbers too. An impossible number is forgotten once everything is read."""
-    path = tmp_path / "kmsg"
     records = Log()
     for text, priority in (("one", 3), ("two", 11), ("three", 3)):
         records.write(text, priority)
-    found = records.open(str(path), after)
+    found = records.open("", after)
     assert (found.behind, found.read(), found.behind) == (True, texts, False)
-    assert found.sequence == max(after, 3)
+    assert found.sequence == max(after or 0, 3)
     records.write("four")
     assert (found.read(), found.sequence) == (("four",), 4)
     found.close()
@@ -301,22 +287,15 @@ def test_the_drivers_verdict_decides_about_the_gpu(action: str, advice: str, fat
     assert error.fault == ("Xid154" if fatal else "")
 
 
-def test_a_verdict_that_gets_worse_replaces_the_one_before(site: Site) -> None:
-    """The last one, that the driver needs nothing now, does not prove that the GPU is well."""
-    none, reset, reboot = "0x0 (None)", "0x1 (GPU Reset Required)", "0x2 (Node Reboot Required)"
-    found = site.start()
-    for before, after, news in ((none, reset, True), (reset, reboot, True), (reboot, none, False)):
-        site.log.write(RECOVERY.format(before, after))
-        assert found.needs_pass() is news
-    assert "reboot the host" in site.faults()[SECOND].meaning
-
-
 def test_a_fatal_error_before_the_driver_was_bound_again_does_not_count(site: Site) -> None:
     site.first_run()
-    site.log.write("NVRM: Xid (PCI:0000:02:00): 48, x")
-    site.rebind(SECOND)
-    assert site.start().needs_pass() is False
-    assert site.faults() == {}
+    site.log.write(OFF_THE_BUS)
+    site.rebind(FIRST)
+    after = site.start()
+    assert after.needs_pass() is False
+    assert (site.counted[FIRST, 79], site.faults(), site.lost()) == (1, {}, [])
+    site.log.write(OFF_THE_BUS)
+    assert after.needs_pass() is True, "it is up to date by now"
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -342,30 +321,25 @@ def test_a_host_without_a_kernel_log_says_so(gpu_host: Host) -> None:
     assert found.error == "/dev/kmsg: No such file or directory"
 
 
-def test_messages_while_the_service_was_down_are_not_missed(site: Site) -> None:
-    site.first_run()
+@pytest.mark.parametrize("quiet", [False, True])
+def test_messages_while_the_service_was_down_are_not_missed(site: Site, quiet: bool) -> None:
+    """Even if the kernel wrote nothing during the first run; earlier messages cannot be attributed."""
     site.log.write(OFF_THE_BUS)
-    after = site.start()
-    assert after.needs_pass() is True
-    assert site.counted == {(SECOND, 31): 1, (FIRST, 79): 1}
-    assert site.lost() == [FIRST]
-
-
-def test_an_unchanged_note_is_not_written_again(site: Site) -> None:
-    found = site.start()
-    site.log.write(PAGE_FAULT)
-    found.needs_pass()
-    site.save(found)
-    site.host.remove_file(KERNEL_LOG_READ)
-    site.save(found)
-    assert not site.host.exists(KERNEL_LOG_READ)
-    site.rebind(FIRST)
-    site.save(found)
-    assert site.host.exists(KERNEL_LOG_READ)
+    if quiet:
+        found = site.start()
+        assert not found.needs_pass()
+        site.save(found)
+        found.close()
+    else:
+        site.first_run()
+    assert (site.counted[FIRST, 79], site.lost()) == (0, [])
+    site.log.write(OFF_THE_BUS)
+    assert site.start().needs_pass() is True
+    assert (site.counted[FIRST, 79], site.lost()) == (1, [FIRST])
 
 
 def test_a_position_that_could_not_be_saved_is_saved_once_there_is_space(site: Site) -> None:
-    """Even if the kernel writes nothing more. Otherwise the next start would take old errors for new ones."""
+    """Even if the kernel writes nothing more: the next start would take old errors for new ones."""
     found = site.start()
     site.log.write(PAGE_FAULT)
     found.needs_pass()
@@ -373,6 +347,12 @@ def test_a_position_that_could_not_be_saved_is_saved_once_there_is_space(site: S
     with pytest.raises(OSError, match="No space"):
         site.save(found)
     site.host.full = []
+    site.save(found)
+    assert site.host.exists(KERNEL_LOG_READ)
+    site.host.remove_file(KERNEL_LOG_READ)
+    site.save(found)
+    assert not site.host.exists(KERNEL_LOG_READ), "an unchanged note is not written again"
+    site.rebind(FIRST)
     site.save(found)
     assert site.host.exists(KERNEL_LOG_READ)
 
@@ -420,41 +400,19 @@ def test_a_fatal_error_is_recorded_once_there_is_space(
 
 
 def test_a_later_error_is_not_replaced_by_one_that_is_recorded_late(site: Site) -> None:
+    """Nor a verdict by one that the driver needs nothing now: that does not prove that the GPU is well."""
+    none, reset, reboot = "0x0 (None)", "0x1 (GPU Reset Required)", "0x2 (Node Reboot Required)"
     found = site.start()
     site.host.full = [GPUS]
-    site.log.write(RECOVERY.format("0x0 (None)", "0x1 (GPU Reset Required)"))
+    site.log.write(RECOVERY.format(none, reset))
     assert not found.needs_pass()
     since = time.time()
     site.host.full = []
-    site.log.write(RECOVERY.format("0x1 (GPU Reset Required)", "0x2 (Node Reboot Required)"))
-    assert found.needs_pass()
-    found.needs_pass()
+    for before, after, news in ((reset, reboot, True), (reboot, none, False)):
+        site.log.write(RECOVERY.format(before, after))
+        assert found.needs_pass() is news
     assert "reboot the host" in site.faults()[SECOND].meaning
     assert site.faults()[SECOND].since >= since
-
-
-def test_a_gpu_whose_driver_was_rebound_meanwhile_is_not_lost(site: Site) -> None:
-    site.first_run()
-    site.log.write(OFF_THE_BUS)
-    site.rebind(FIRST)
-    after = site.start()
-    assert after.needs_pass() is False
-    assert (site.counted[FIRST, 79], observe_gpus(site.host).lost) == (1, {})
-    site.log.write(OFF_THE_BUS)
-    assert after.needs_pass() is True, "it is up to date by now"
-
-
-def test_after_a_quiet_first_run_nothing_is_missed(site: Site) -> None:
-    """The kernel writes nothing during the first run; earlier messages cannot be attributed."""
-    site.log.write(OFF_THE_BUS)
-    found = site.start()
-    assert not found.needs_pass()
-    site.save(found)
-    found.close()
-    assert (site.counted, observe_gpus(site.host).lost) == ({}, {})
-    site.log.write(OFF_THE_BUS)
-    assert site.start().needs_pass()
-    assert site.lost() == [FIRST]
 
 
 @pytest.mark.parametrize("interrupted", [None, "lost", "restarted"])
@@ -502,7 +460,7 @@ def test_a_pass_while_catching_up_does_not_make_old_errors_new(site: Site, inter
     assert site.start().needs_pass(), "of the binding that was kept once all was read"
 
 
-@pytest.mark.parametrize("kept", [b"", b"{", b'{"sequence": "x", "bindings": {}}'])
+@pytest.mark.parametrize("kept", [b"{", b'{"sequence": "x", "bindings": {}}'])
 def test_a_damaged_note_of_the_read_position_is_ignored(site: Site, kept: bytes) -> None:
     site.host.file(KERNEL_LOG_READ, kept)
     found = site.start()
@@ -536,21 +494,6 @@ def test_a_gpu_off_the_bus_withdraws_readiness_until_its_driver_is_rebound(site:
     assert devices_present(passes.run_pass()).status is Status.FALSE, "another GPU's driver"
     site.rebind(FIRST)
     assert devices_present(passes.run_pass()).status is Status.TRUE
-
-
-def test_only_a_lost_gpu_needs_a_pass(site: Site) -> None:
-    """It is a source of wake-ups, and the poller handles its loss."""
-    found = site.start()
-    assert list(found.polled().values()) == [select.POLLIN]
-    site.log.write(PAGE_FAULT)
-    assert not found.needs_pass()
-    site.log.write(OFF_THE_BUS)
-    assert found.needs_pass()
-    site.log.failing = [errno.EIO]
-    with pytest.raises(OSError, match="/dev/kmsg: simulated"):
-        found.needs_pass()
-    found.open()
-    assert found.polled()
 
 
 def test_only_machines_that_have_the_gpu_lose_it() -> None:

@@ -8,7 +8,7 @@ from agent.config.settings import Config
 from agent.host.observe.host import Memory, observe
 from agent.host.vendors import HOST_VENDORS
 from agent.model.facts import Absent, DeviceAllow, VendorFacts
-from agent.model.paths import OWNED, machine_unit
+from agent.model.paths import machine_unit
 from tests.fakes.host import HOSTS, Host
 
 CONFIG = Config.validated({"machines": {"node": {}}})
@@ -46,20 +46,6 @@ def test_a_whole_host(debian: Host) -> None:
     assert [(machine.root, machine.unit_state) for machine in facts.machines] == [("/var/lib/machines/node", "active")]
     assert all(isinstance(each.content, Absent) and not each.owned for each in facts.files.values())
     assert facts.problems == ()
-
-
-def test_a_second_pass_sees_the_same_and_reuses_only_the_loaders_listing(debian: Host) -> None:
-    memory = Memory()
-    first = observe(CONFIG, debian, debian, memory)
-    debian.runner.calls.clear()
-    assert observe(CONFIG, debian, debian, memory) == first
-    assert debian.runner.calls == []
-
-
-def test_unusable_state_is_reported(debian: Host) -> None:
-    debian.file(OWNED, "{")
-    (problem,) = observe(CONFIG, debian, debian, Memory()).problems
-    assert OWNED in problem
 
 
 @pytest.mark.scenario("002")

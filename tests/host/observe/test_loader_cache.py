@@ -62,12 +62,6 @@ def test_parentheses_and_arrows_in_paths() -> None:
     assert (entry.soname, entry.path) == ("liba b(1).so", "/opt/a (libc6) => /b/liba b(1).so")
 
 
-def test_order_is_kept() -> None:
-    parsed = parse_listing(listing("b.so (libc6) => /1/b.so", "a.so (libc6) => /a.so", "b.so (libc6) => /2/b.so"))
-    assert isinstance(parsed, Listing)
-    assert [each.path for each in parsed.entries] == ["/1/b.so", "/a.so", "/2/b.so"]
-
-
 def test_broken_lines_are_skipped_and_counted() -> None:
     parsed = parse_listing(
         listing("libcuda.so.1 => /lib/libcuda.so.1", "a.so (libc6) => relative", "b.so (libc6) => /b")

@@ -1,5 +1,7 @@
 """What a pass changes for a machine that must not get everything, and what it leaves to the next pass."""
 
+from collections.abc import Callable
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,11 +11,20 @@ from agent.host.plan.goal import plan
 from agent.host.plan.live_devices import Acknowledged
 from agent.host.state.records import MARK
 from agent.model.facts import Absent, Broken, DeviceAllow, Facts, FileState, Unseen, VendorFacts
-from agent.model.goal import ChangeDevices, ReloadUnits, RemoveDriverRoot, RemoveFile, StageDriverRoot, WriteFile
+from agent.model.goal import (
+    ChangeDevices,
+    MachineGoal,
+    ReloadUnits,
+    RemoveDriverRoot,
+    RemoveFile,
+    StageDriverRoot,
+    WriteFile,
+)
 from agent.model.paths import granted_file, handoff_file, nspawn_file, unit_drop_in
 from tests.fakes.facts import CONFIG, MACHINE, at_rest, facts, nvidia, running, staged, without_second_gpu
 
 SECOND = DeviceAllow("/dev/char/195:1", "rw")
+NOT_THERE = FileState(Absent(""), owned=False)
 FOREIGN = FileState(b"[Exec]\nBoot=yes\n", owned=False)
 
 
@@ -101,80 +112,65 @@ def test_a_machine_without_facts_holds_up_no_other() -> None:
     assert nspawn_file("other") in written(found)
 
 
-def test_at_rest_nothing_is_left_to_do() -> None:
-    seen, goal = at_rest(facts())
-    found = diff(plan(CONFIG, seen), seen)
-    assert found.actions == ()
-    assert not settings_pending(goal, found)
-    assert not changes_left(goal, found)
-
-
-@pytest.mark.parametrize("path", [nspawn_file(MACHINE), unit_drop_in(MACHINE)])
-def test_changed_settings_are_pending(path: str) -> None:
-    """A start would use the old ones."""
-    seen, goal = at_rest(facts())
-    seen = with_file(seen, path, FileState(MARK, owned=True))
-    found = diff(plan(CONFIG, seen), seen)
-    assert path in written(found)
-    assert settings_pending(goal, found)
-    assert not changes_left(goal, found), "the running machine gets nothing from them"
-
-
-def test_settings_that_systemd_has_not_read_are_pending() -> None:
-    seen, goal = at_rest(facts())
-    found = diff(plan(CONFIG, seen), replace(seen, reload_pending=True))
-    assert found.actions == (ReloadUnits(),)
-    assert settings_pending(goal, found)
-    assert not changes_left(goal, found)
-
-
-def test_a_handoff_that_is_not_written_yet_is_left_to_do() -> None:
-    seen, goal = at_rest(facts())
-    found = diff(plan(CONFIG, seen), with_file(seen, handoff_file(MACHINE), FileState(Absent(""), owned=False)))
-    assert written(found) == {handoff_file(MACHINE)}
-    assert changes_left(goal, found)
-    assert not settings_pending(goal, found)
-
-
-def test_devices_that_are_not_given_yet_are_left_to_do() -> None:
-    seen, goal = at_rest(facts())
-    (machine,) = seen.machines
-    lacking = replace(machine, live=replace(goal.live, nodes={}))
-    found = diff(plan(CONFIG, seen), replace(seen, machines=(lacking,)))
-    assert [change.machine for change in changes(found)] == [MACHINE]
-    assert changes_left(goal, found)
-    assert not changes_left(replace(goal, name="other"), replace(found, actions=tuple(changes(found))))
+def with_machine(seen: Facts, **fields: object) -> Facts:
+    return replace(seen, machines=(replace(seen.machines[0], **fields),))
 
 
 @pytest.mark.parametrize(
-    ("bound", "published", "republished"),
-    # Seconds since all nodes were bound again, and since the handoff was published.
-    [(1.0, 60.0, True), (60.0, 1.0, False)],
+    ("change", "kinds", "pending", "left"),
+    [
+        (lambda seen, _: seen, [], False, False),
+        # A start would use the old settings, but the running machine gets nothing from them.
+        (
+            lambda seen, _: with_file(seen, nspawn_file(MACHINE), FileState(MARK, owned=True)),
+            ["WriteFile"],
+            True,
+            False,
+        ),
+        (
+            lambda seen, _: with_file(seen, unit_drop_in(MACHINE), FileState(MARK, owned=True)),
+            ["WriteFile", "ReloadUnits"],
+            True,
+            False,
+        ),
+        (lambda seen, _: replace(seen, reload_pending=True), ["ReloadUnits"], True, False),
+        # Somebody else changed one of the unit's files.
+        (lambda seen, _: with_machine(seen, unit_needs_reload=True), ["ReloadUnits"], True, False),
+        (lambda seen, _: with_file(seen, handoff_file(MACHINE), NOT_THERE), ["WriteFile"], False, True),
+        (lambda seen, goal: with_machine(seen, live=replace(goal.live, nodes={})), ["ChangeDevices"], False, True),
+        (lambda seen, _: replace(seen, time_records={"/var/lib/unbounded-agent/t": b""}), ["WriteFile"], False, False),
+    ],
 )
-def test_a_handoff_is_published_again_after_its_nodes_were_bound_again(
-    bound: float, published: float, republished: bool
+def test_what_is_left_to_do_or_pending_for_a_start(
+    change: Callable[[Facts, MachineGoal], Facts], kinds: list[str], pending: bool, left: bool
+) -> None:
+    seen, goal = at_rest(facts())
+    seen = change(seen, goal)
+    found = diff(plan(CONFIG, seen), seen)
+    assert [type(action).__name__ for action in found.actions] == kinds
+    assert (settings_pending(goal, found), changes_left(goal, found)) == (pending, left)
+    other = replace(found, actions=tuple(changes(found)))
+    assert not changes_left(replace(goal, name="other"), other), "the same for each machine by itself"
+
+
+@pytest.mark.parametrize(
+    ("bound", "published", "all_bound", "republished"),
+    # Seconds since all nodes were bound again, and since the handoff was published.
+    [(1.0, 60.0, True, True), (60.0, 1.0, True, False), (1.0, 60.0, False, False)],
+)
+def test_a_handoff_is_published_again_after_its_nodes_were_all_bound_again(
+    bound: float, published: float, all_bound: bool, republished: bool
 ) -> None:
     """So that the machine half looks for them. The pass that bound them ended before it could do so."""
     seen, goal = at_rest(facts())
-    live = replace(goal.live, rebound=goal.generation)
-    machine = replace(seen.machines[0], live=live, live_age=bound, granted_age=published)
-    seen = replace(seen, machines=(machine,))
+    nodes = goal.live.nodes if all_bound else dict(list(goal.live.nodes.items())[1:])
+    live = replace(goal.live, rebound=goal.generation, nodes=nodes)
+    seen = with_machine(seen, live=live, live_age=bound, granted_age=published)
     found = diff(plan(CONFIG, seen), seen, Acknowledged(missing_nodes=frozenset({MACHINE})))
-    assert changes(found) == []
+    assert len(changes(found)) == (not all_bound)
     assert written(found) == ({granted_file(MACHINE), handoff_file(MACHINE)} if republished else set())
     # Only if the machine reports them as missing.
-    assert diff(plan(CONFIG, seen), seen).actions == ()
-
-
-def test_nodes_that_could_not_all_be_bound_again_are_not_announced() -> None:
-    seen, goal = at_rest(facts())
-    some = dict(list(goal.live.nodes.items())[1:])
-    live = replace(goal.live, rebound=goal.generation, nodes=some)
-    machine = replace(seen.machines[0], live=live, live_age=1.0, granted_age=60.0)
-    seen = replace(seen, machines=(machine,))
-    found = diff(plan(CONFIG, seen), seen, Acknowledged(missing_nodes=frozenset({MACHINE})))
-    assert len(changes(found)) == 1
-    assert written(found) == set()
+    assert not written(diff(plan(CONFIG, seen), seen))
 
 
 @pytest.mark.parametrize("path", [nspawn_file(MACHINE), unit_drop_in(MACHINE)])
@@ -199,20 +195,6 @@ def test_a_removal_is_read_by_systemd_in_the_same_pass() -> None:
     actions = diff(plan(CONFIG, seen), seen).actions
     assert RemoveFile(unit_drop_in("old")) in actions
     assert ReloadUnits() in actions
-
-
-def test_a_machine_that_needs_a_reload_to_start_gets_it_before_the_driver_is_staged() -> None:
-    """Staging takes long."""
-    seen = facts(nvidia())
-    kinds = [type(action).__name__ for action in diff(plan(CONFIG, seen), seen).actions]
-    assert kinds.index("ReloadUnits") < kinds.index("StageDriverRoot")
-
-
-def test_a_unit_that_systemd_reads_no_more_is_read_again() -> None:
-    """Somebody else changed one of its files."""
-    seen, _ = at_rest(facts())
-    changed = replace(seen, machines=(replace(seen.machines[0], unit_needs_reload=True),))
-    assert diff(plan(CONFIG, changed), changed).actions == (ReloadUnits(),)
 
 
 def test_a_driver_that_waits_for_its_module_is_staged_last_and_once() -> None:
@@ -243,9 +225,3 @@ def test_an_unused_driver_root_goes_first_only_if_another_one_needs_its_space() 
     kinds = [type(action) for action in diff(plan(CONFIG, without), without).actions]
     assert kinds.index(RemoveDriverRoot) < kinds.index(StageDriverRoot) < len(kinds) - 1
     assert goal.grants[0].driver_root is not None
-
-
-def test_times_of_files_that_are_as_staged_are_recorded_last() -> None:
-    seen, _ = at_rest(facts())
-    found = diff(plan(CONFIG, seen), replace(seen, time_records={"/var/lib/unbounded-agent/times": b"new"}))
-    assert found.actions == (WriteFile("/var/lib/unbounded-agent/times", b"new"),)

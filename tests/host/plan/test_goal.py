@@ -26,7 +26,7 @@ from agent.model.device import DeviceKind
 from agent.model.facts import Absent, DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts
 from agent.model.goal import ReloadUnits, RemoveFile, Share, StageDriverRoot, WriteFile
 from agent.model.paths import DRIVER_ROOTS_TARGET, device_allow_drop_in, nspawn_file, unit_drop_in
-from tests.fakes.facts import CONFIG, facts, node, nvidia, staged
+from tests.fakes.facts import CONFIG, facts, node, nvidia
 from tests.fakes.node_settings import NEEDED, TOKEN_FILE
 
 NODE = {**NEEDED, "bootstrap_token": TOKEN_FILE}
@@ -150,20 +150,15 @@ def test_a_machine_gets_its_gpus_and_no_others(gpus: str | list[str]) -> None:
     assert not found & {"/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap30", "/dev/nvidia-nvswitchctl"}
 
 
-def test_unseen_devices_change_nothing() -> None:
-    """A failed observation is not an empty list."""
-    seen = facts(VendorFacts("nvidia", devices=Unseen("/dev: permission denied")))
-    planned = plan(CONFIG, seen)
-    assert planned.held == {"gpu-node": "/dev: permission denied"}
-    owned = {path: FileState(b"old", owned=True) for path in seen.files}
-    assert diff(planned, replace(seen, files=owned)).actions == ()
-
-
-def test_a_missing_machine_is_left_alone() -> None:
-    """Nothing is written, staged or removed: its file system may only be not mounted yet."""
-    seen = facts()
-    why = "/var/lib/machines/gpu-node is not there"
-    seen = replace(seen, machines=(replace(seen.machines[0], root=Absent(why)),))
+@pytest.mark.parametrize("missing", [False, True])
+def test_unseen_devices_and_a_missing_machine_change_nothing(missing: bool) -> None:
+    """A failed observation is not an empty list, and the machine's file system may only be not mounted yet."""
+    seen, why = facts(), "/dev: permission denied"
+    if missing:
+        seen = replace(seen, machines=(replace(seen.machines[0], root=Absent(why)),))
+    else:
+        seen = facts(VendorFacts("nvidia", devices=Unseen(why)))
+        seen = replace(seen, files={path: FileState(b"old", owned=True) for path in seen.files})
     planned = plan(CONFIG, seen)
     assert planned.held == {"gpu-node": why}
     assert diff(planned, seen).actions == ()
@@ -174,20 +169,15 @@ def test_the_address_families_of_a_node_are_allowed_where_nspawn_knows_the_setti
     systemd: int, restricted: bool
 ) -> None:
     """systemd 261 announces a default without netlink, in which no node could work."""
-    machine = plan(CONFIG, replace(facts(), systemd_version=systemd)).goal.machines[0]
+    seen = replace(facts(), systemd_version=systemd)
+    machine = plan(CONFIG, seen).goal.machines[0]
     line = b"\nRestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK AF_PACKET\n"
     assert (line in machine.nspawn.content) == restricted
     older = plan(CONFIG, replace(facts(), systemd_version=257)).goal.machines[0]
     assert machine.live.fixed == older.live.fixed, "an upgrade of systemd asks for no restart"
-
-
-def test_settings_do_not_change_while_the_version_of_systemd_is_unknown() -> None:
-    for version in (257, 261):
-        seen = replace(facts(), systemd_version=version)
-        before = plan(CONFIG, seen).goal.machines[0].nspawn
-        files = {**seen.files, before.path: FileState(before.content, owned=True)}
-        unseen = replace(seen, systemd_version=Unseen("time limit"), files=files)
-        assert plan(CONFIG, unseen).goal.machines[0].nspawn == before
+    files = {**seen.files, machine.nspawn.path: FileState(machine.nspawn.content, owned=True)}
+    unseen = replace(seen, systemd_version=Unseen("time limit"), files=files)
+    assert plan(CONFIG, unseen).goal.machines[0].nspawn == machine.nspawn, "an unknown version changes nothing"
 
 
 def test_nouveau_is_named_and_vfio_is_not_a_fault() -> None:
@@ -200,16 +190,12 @@ def test_nouveau_is_named_and_vfio_is_not_a_fault() -> None:
         assert machine.grants[0].nodes == ()
 
 
-def test_a_host_without_gpus_is_skipped_and_reported() -> None:
+def test_a_host_without_gpus_is_skipped_and_removed_gpus_are_withdrawn() -> None:
+    """A machine with settings stays configured, without nodes, when its last GPU is removed."""
     seen = facts(VendorFacts("nvidia"))
     planned = plan(CONFIG, seen)
     assert planned.skipped == {"gpu-node": "no GPU on this host"}
     assert diff(planned, seen).actions == ()
-
-
-def test_removed_gpus_are_withdrawn() -> None:
-    """The machine stays configured, without nodes, when its last GPU is removed."""
-    seen = facts(VendorFacts("nvidia"))
     path = nspawn_file("gpu-node")
     seen = replace(seen, files={**seen.files, path: FileState(b"with GPUs", owned=True)})
     actions = diff(plan(CONFIG, seen), seen).actions
@@ -331,20 +317,6 @@ def test_a_configured_machine_keeps_set_properties() -> None:
     seen = replace(seen, files={**facts(machine="old").files, **seen.files})
     actions = diff(plan(Config(machines={"old": MachineSettings()}), seen), seen).actions
     assert not [action for action in actions if isinstance(action, RemoveFile)]
-
-
-def test_the_driver_root_follows_the_loaded_module() -> None:
-    """After an upgrade of the libraries, the driver root of the loaded module stays in use."""
-    seen = facts()
-    first = plan(CONFIG, seen).goal.driver_roots[0]
-    vendor = nvidia()
-    assert vendor.driver is not None
-    newer = replace(vendor.driver, user_space=replace(vendor.driver.user_space, version="580.1"))
-    upgraded = replace(vendor, driver=newer)
-    after = plan(CONFIG, staged(first, facts(upgraded))).goal
-    assert after.driver_roots == (first,)
-    reloaded = replace(vendor, driver=replace(newer, module_version="580.1"))
-    assert plan(CONFIG, staged(first, facts(reloaded))).goal.driver_roots[0].index == first.index + 1
 
 
 def test_an_unusual_node_is_refused_by_name_and_holds_up_nothing() -> None:

@@ -63,10 +63,22 @@ def bind(path: str) -> tuple[object, ...]:
     return ("BindMountMachine", MACHINE, path, path, False, True)
 
 
-def test_gpus_nodes_are_bound_read_only(host: Host) -> None:
-    """Otherwise a pod could change the mode of the host's node."""
-    change_devices(replace(CHANGE, read_only=frozenset({"/dev/nvidia1"})), host)
-    assert [(each[2], each[4]) for each in host.bus.changes[1:]] == [("/dev/nvidia1", True), ("/dev/nvidia2", False)]
+def test_permitted_first_then_bound_then_noted(host: Host) -> None:
+    """One call has the whole list, after an empty one: otherwise entries that are not in the list would stay."""
+    change_devices(CHANGE, host)
+    assert host.bus.changes == [SET, bind("/dev/nvidia1"), bind("/dev/nvidia2")]
+    assert parse_live(host.read(live_file(MACHINE))) == AFTER
+
+
+def test_drms_nodes_are_bound_last_and_gpus_nodes_read_only(host: Host) -> None:
+    """A pod could change the mode of the host's node. An entry without permissions stands for all of them."""
+    nodes = {"/dev/dri/card0": "226:0", **CHANGE.after.nodes, "/dev/dri/renderD128": "226:128", "/dev/x": "9:9"}
+    change = replace(CHANGE, after=replace(CHANGE.after, nodes=nodes), read_only=frozenset({"/dev/nvidia1"}))
+    change_devices(replace(change, foreign=(DeviceAllow.parse("/dev/x"),)), host)
+    paths = ["/dev/nvidia1", "/dev/nvidia2", "/dev/x", "/dev/dri/card0", "/dev/dri/renderD128"]
+    assert [each[2] for each in host.bus.changes[1:]] == paths
+    assert [each[4] for each in host.bus.changes[1:]] == [True, False, False, False, False]
+    assert ("/dev/x", "rwm") in host.bus.changes[0][3][1][1][1]  # type: ignore[index]
 
 
 @given(st.builds(
@@ -77,11 +89,6 @@ def test_gpus_nodes_are_bound_read_only(host: Host) -> None:
 ))  # fmt: skip
 def test_a_note_is_read_back(live: LiveSettings) -> None:
     assert parse_live(render_live(live)) == live
-
-
-def test_an_entry_without_permissions_stands_for_all_of_them(host: Host) -> None:
-    change_devices(replace(CHANGE, foreign=(DeviceAllow.parse("/dev/x"),)), host)
-    assert ("/dev/x", "rwm") in host.bus.changes[0][3][1][1][1]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -97,20 +104,6 @@ def test_an_entry_without_permissions_stands_for_all_of_them(host: Host) -> None
 def test_an_unreadable_note_names_its_key(document: bytes, key: str) -> None:
     with pytest.raises(DocumentError, match=key):
         parse_live(document)
-
-
-def test_permitted_first_then_bound_then_noted(host: Host) -> None:
-    """One call has the whole list, after an empty one: otherwise entries that are not in the list would stay."""
-    change_devices(CHANGE, host)
-    assert host.bus.changes == [SET, bind("/dev/nvidia1"), bind("/dev/nvidia2")]
-    assert parse_live(host.read(live_file(MACHINE))) == AFTER
-
-
-def test_drms_nodes_are_bound_last(host: Host) -> None:
-    nodes = {"/dev/dri/card0": "226:0", **CHANGE.after.nodes, "/dev/dri/renderD128": "226:128", "/dev/x": "9:9"}
-    change_devices(replace(CHANGE, after=replace(CHANGE.after, nodes=nodes)), host)
-    paths = ["/dev/nvidia1", "/dev/nvidia2", "/dev/x", "/dev/dri/card0", "/dev/dri/renderD128"]
-    assert host.bus.changes[1:] == [bind(path) for path in paths]
 
 
 class Recording(Host):
@@ -173,13 +166,6 @@ def test_a_call_without_an_answer_may_have_been_executed(host: Host) -> None:
     change_devices(replace(CHANGE, before=noted), host)
     assert host.bus.changes == [SET]
     assert parse_live(host.read(live_file(MACHINE))) == AFTER
-
-
-def test_an_uncertain_change_is_repeated() -> None:
-    seen = facts()
-    live = replace(plan(CONFIG, seen).goal.machines[0].live, unsure=True)
-    (change,) = changes(running(seen, live))
-    assert not change.after.unsure
 
 
 def swapped() -> VendorFacts:
@@ -261,54 +247,25 @@ def test_a_new_gpu_is_permitted_and_bound_before_the_handoff() -> None:
     assert kinds.index("ReloadUnits") > handoff, "the machine's answer does not wait for it"
 
 
-def test_a_removed_gpu_is_forbidden_at_once() -> None:
-    """Another device may get its number at any moment."""
+def test_a_removed_gpu_is_forbidden_at_once_and_its_node_withdrawn_until_it_is_granted_again() -> None:
+    """Another device may get its number at any moment. The machine half may never have read the earlier handoff."""
     before = plan(CONFIG, facts()).goal.machines[0].live
-    (change,) = changes(running(facts(without_second_gpu()), before))
+    seen = running(facts(without_second_gpu()), before)
+    (change,) = changes(seen)
     assert DeviceAllow("/dev/char/195:1", "rw") in before.allow
     assert DeviceAllow("/dev/char/195:1", "rw") not in change.after.allow
     assert "/dev/nvidia1" not in change.after.nodes
-
-
-def test_the_handoff_names_withdrawn_nodes_until_they_are_granted_again() -> None:
-    """The machine half may never have read the handoff that granted them."""
-    before = plan(CONFIG, facts()).goal.machines[0].live
-    seen = running(facts(without_second_gpu()), before)
     withdrawn = plan(CONFIG, seen).goal.machines[0].handoff.withdrawn
     assert "/dev/nvidia1" in withdrawn
     assert not {"/dev/nvidia0", "/dev/nvidiactl"} & set(withdrawn)
-    (change,) = changes(seen)
     later = running(facts(without_second_gpu()), change.after)
     assert plan(CONFIG, later).goal.machines[0].handoff.withdrawn == withdrawn
     assert changes(later) == []
     again = running(facts(), change.after)
     assert plan(CONFIG, again).goal.machines[0].handoff.withdrawn == ()
     assert changes(again)[0].after.withdrawn == ()
-
-
-def test_a_machine_that_starts_again_has_no_withdrawn_nodes() -> None:
-    before = plan(CONFIG, facts()).goal.machines[0].live
-    seen = running(facts(without_second_gpu()), before)
-    stopped = replace(seen, machines=(replace(seen.machines[0], unit_state="activating"),))
-    assert plan(CONFIG, stopped).goal.machines[0].handoff.withdrawn == ()
-
-
-def test_a_withdrawn_gpu_is_forbidden_once_no_pod_can_get_it() -> None:
-    """The machine half removes it from the CDI specification first, and confirms that in its report."""
-    before = plan(CONFIG, facts()).goal.machines[0].live
-    taken = replace(nvidia(), gpus=(nvidia().gpus[0], replace(nvidia().gpus[1], driver="vfio-pci")))
-    seen = running(facts(taken), before)
-    assert DeviceAllow("/dev/char/195:1", "rw") in changes(seen)[0].after.allow
-    assert DeviceAllow("/dev/char/195:1", "rw") not in changes(seen, RELEASED)[0].after.allow
-
-
-def test_an_administrators_permission_stays() -> None:
-    """A drop-in that sorts after ours permits it; a new GPU replaces the whole list."""
-    before = plan(CONFIG, facts(without_second_gpu())).goal.machines[0].live
-    seen = running(facts(), before)
-    listed = (*reversed(before.allow), DeviceAllow("char-alsa", "rw"))
-    seen = replace(seen, machines=(replace(seen.machines[0], device_allow=listed),))
-    assert changes(seen)[0].foreign == (DeviceAllow("char-alsa", "rw"),)
+    starting = replace(seen, machines=(replace(seen.machines[0], unit_state="activating"),))
+    assert plan(CONFIG, starting).goal.machines[0].handoff.withdrawn == ()
 
 
 def test_an_unknown_machine_is_not_changed() -> None:
@@ -337,16 +294,24 @@ def test_a_killed_pass_leaves_no_unknown_permission(host: Host) -> None:
     assert set(noted[0].allow) == {*BEFORE.allow, *ALLOW}
 
 
-def test_missing_nodes_are_bound_again_once_for_each_handoff(host: Host) -> None:
-    """Somebody, or a run that another handoff overtook, unmounted them in the machine."""
+def test_missing_nodes_are_bound_again_once_for_each_handoff() -> None:
+    """Somebody, or a run that another handoff overtook, unmounted them in the machine.
+
+    systemd before 255 would stack a second mount on each of them. Only a report that misses none ends that.
+    """
     seen = facts()
     goal = plan(CONFIG, seen).goal.machines[0]
+    again = replace(goal.live, rebound=goal.generation)
     (change,) = changes(running(seen, goal.live), LACKING)
-    assert change.before.nodes == {}
-    assert change.after == replace(goal.live, rebound=goal.generation)
-    assert changes(running(seen, change.after), LACKING) == []
-    (change,) = changes(running(seen, change.after), RELEASED)
+    assert (change.before.nodes, change.after) == ({}, again)
+    both = Acknowledged(released=frozenset([MACHINE]), missing_nodes=frozenset([MACHINE]))
+    for report in (NOTHING, LACKING, both):
+        assert changes(running(seen, again), report) == []
+    (change,) = changes(running(seen, again), RELEASED)
     assert change.after == goal.live
+    first = {path: number for path, number in goal.live.nodes.items() if path != "/dev/nvidia1"}
+    (change,) = changes(running(seen, replace(again, nodes=first)), LACKING)
+    assert (change.before.nodes, change.after) == (first, again)
 
 
 def test_a_drained_gpus_permission_survives_a_daemon_reload() -> None:
@@ -380,29 +345,6 @@ def test_a_machine_that_does_not_run_is_not_changed(state: str) -> None:
     assert changes(replace(seen, machines=(replace(seen.machines[0], unit_state=state),))) == []
 
 
-def test_nodes_that_are_reported_as_missing_once_more_are_not_all_bound_again() -> None:
-    """systemd before 255 would stack a second mount on each of them."""
-    seen = facts()
-    goal = plan(CONFIG, seen).goal.machines[0]
-    first = {path: number for path, number in goal.live.nodes.items() if path != "/dev/nvidia1"}
-    (change,) = changes(running(seen, replace(goal.live, rebound=goal.generation, nodes=first)), LACKING)
-    assert change.before.nodes == first
-    assert change.after == replace(goal.live, rebound=goal.generation)
-
-
-def test_nodes_may_be_bound_again_only_after_a_report_that_misses_none() -> None:
-    """Before, a report may be about an earlier handoff, or still miss them."""
-    seen = facts()
-    goal = plan(CONFIG, seen).goal.machines[0]
-    bound_again = running(seen, replace(goal.live, rebound=goal.generation))
-    assert changes(bound_again, NOTHING) == []
-    assert changes(bound_again, LACKING) == []
-    both = Acknowledged(released=frozenset([MACHINE]), missing_nodes=frozenset([MACHINE]))
-    assert changes(bound_again, both) == []
-    (change,) = changes(bound_again, RELEASED)
-    assert change.after.rebound == ""
-
-
 def listed(seen: Facts, *allow: DeviceAllow) -> Facts:
     """Return the facts with these entries in the list of the machine's unit."""
     return replace(seen, machines=(replace(seen.machines[0], device_allow=allow),))
@@ -432,11 +374,14 @@ def test_missing_nodes_are_bound_together_with_missing_permissions(host: Host) -
     assert not change.before.unsure
 
 
-def test_what_an_outdated_drop_in_lists_is_not_an_administrators() -> None:
-    """If it could not be updated, PID 1 lists its withdrawn devices again after a daemon-reload."""
+def test_an_administrators_permission_stays_but_not_what_an_outdated_drop_in_lists() -> None:
+    """A drop-in that sorts after ours permits it; a new GPU replaces the whole list.
+
+    If ours could not be updated, PID 1 lists its withdrawn devices again after a daemon-reload.
+    """
     before = plan(CONFIG, facts(without_second_gpu())).goal.machines[0].live
     withdrawn, foreign = DeviceAllow("/dev/char/195:9", "rw"), DeviceAllow("char-alsa", "rw")
-    seen = listed(running(facts(), before), *before.allow, withdrawn, foreign)
+    seen = listed(running(facts(), before), *reversed(before.allow), withdrawn, foreign)
     for content, expected in (
         (MARK + b"\n[Service]\nDeviceAllow=/dev/char/195:9 rw\n", {foreign}),
         (b"[Service]\nDeviceAllow=/dev/char/195:9 rw\n", {withdrawn, foreign}),
@@ -458,18 +403,23 @@ def test_a_machine_that_does_not_answer_is_not_asked_for_each_node(host: Host, s
     assert list(parse_live(host.read(live_file(MACHINE))).nodes) == ([] if silent else ["/dev/nvidia2"])
 
 
-def test_the_time_since_which_a_permission_is_kept_does_not_begin_again() -> None:
-    """Otherwise a machine that causes a change in each pass would keep it forever."""
+def test_a_withdrawn_gpu_is_forbidden_once_no_pod_can_get_it() -> None:
+    """The machine half removes it from the CDI specification first, and confirms that in its report.
+
+    The time since which it is kept does not begin again: a machine that causes a change in each pass would keep it.
+    """
     before = plan(CONFIG, facts()).goal.machines[0].live
     taken = replace(nvidia(), gpus=(nvidia().gpus[0], replace(nvidia().gpus[1], driver="vfio-pci")))
     (first,) = changes(running(facts(taken), before), Acknowledged(at=100.0))
     assert first.after.kept_since == 100.0
+    assert DeviceAllow("/dev/char/195:1", "rw") in first.after.allow
     assert changes(running(facts(taken), first.after), Acknowledged(at=200.0)) == []
     lacking = replace(first.after, nodes={})
     (again,) = changes(running(facts(taken), lacking), Acknowledged(at=300.0))
     assert again.after.kept_since == 100.0
     (released,) = changes(running(facts(taken), first.after), RELEASED)
     assert released.after.kept_since == 0.0
+    assert DeviceAllow("/dev/char/195:1", "rw") not in released.after.allow
 
 
 def test_each_machine_is_compared_with_its_own_record() -> None:
@@ -501,8 +451,10 @@ def test_directories_of_sockets_are_no_withdrawn_nodes() -> None:
     assert plan(CONFIG, unknown).goal.machines[0].handoff.withdrawn == ("/dev/nvidia9",), "it may run"
 
 
-def test_an_uncertain_record_stays_uncertain_while_nodes_are_bound_again() -> None:
+def test_an_uncertain_change_is_repeated_and_stays_uncertain_while_nodes_are_bound_again() -> None:
     seen = facts()
     live = replace(plan(CONFIG, seen).goal.machines[0].live, unsure=True)
+    (change,) = changes(running(seen, live))
+    assert not change.after.unsure
     (change,) = changes(listed(running(seen, live), *live.allow), LACKING)
     assert change.before.unsure

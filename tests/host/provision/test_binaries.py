@@ -115,11 +115,6 @@ def test_a_damaged_cache_is_filled_again(host: Host, mirror: str, wrong: str) ->
     assert host.entries(CACHE) == (DIGEST,)
 
 
-def test_a_program_from_a_bundle(host: Host) -> None:
-    host.file("/media/usb/kubelet", PROGRAM)
-    assert host.read(fetch(program("/media/usb/kubelet"), CACHE, host)) == PROGRAM
-
-
 @pytest.mark.parametrize(
     ("name", "message", "hint"),
     [

@@ -146,14 +146,6 @@ def test_each_thing_that_was_changed_since_is_a_difference(host: Host, kernel: K
     assert differs(goal(), observe_host(goal(), host))
 
 
-def test_a_kept_swap_stays(host: Host, kernel: Kernel) -> None:
-    wanted = goal(swap="keep")
-    assert NO_SWAP not in {file.path for file in wanted.files}
-    apply_host(wanted, observe_host(wanted, host), host)
-    assert kernel.swaps
-    assert not differs(wanted, observe_host(wanted, host))
-
-
 def test_a_file_of_somebody_else_is_not_overwritten(host: Host, kernel: Kernel) -> None:
     host.file(SYSCTLS, "kernel.panic = 3\n")
     state = observe_host(goal(), host)
@@ -175,15 +167,6 @@ def test_what_somebody_else_put_there_or_uses_since_then_stays(host: Host, kerne
     assert host.exists("/sys/module/br_netfilter")
 
 
-def test_swap_that_is_masked_already_needs_no_file(host: Host, kernel: Kernel) -> None:
-    host.symlink(NO_SWAP, "/dev/null")
-    state = observe_host(goal(), host)
-    apply_host(goal(), state, host)
-    assert host.read_link(NO_SWAP) == "/dev/null"
-    undo_host(state, host)
-    assert host.read_link(NO_SWAP) == "/dev/null"
-
-
 def test_undoing_goes_on_after_a_failure(host: Host, kernel: Kernel) -> None:
     found = observe_host(goal(), host)
     apply_host(goal(), found, host)
@@ -198,14 +181,6 @@ def test_a_parameter_that_the_kernel_does_not_have(host: Host, kernel: Kernel) -
     wanted = goal(sysctls={"net.odd.setting": "1"})
     with pytest.raises(AgentError, match=r"the kernel does not have the parameter net\.odd\.setting"):
         apply_host(wanted, observe_host(wanted, host), host)
-
-
-def test_bridges_need_their_module() -> None:
-    assert not [name for name in goal(kernel_modules=["overlay"]).sysctls if name.startswith("net.bridge.")]
-
-
-def test_a_host_without_nodes_gets_nothing() -> None:
-    assert host_goal(config()) == HostSettings({}, (), swap_off=False, files=())
 
 
 def test_nodes_of_one_host_share_its_settings() -> None:

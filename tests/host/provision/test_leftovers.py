@@ -20,11 +20,6 @@ def plus(*added: Link | Route | Rule) -> Network:
     )
 
 
-def test_nothing_new_is_nothing_left() -> None:
-    assert leftovers(FOUND, FOUND) == leftovers(FOUND, plus())
-    assert leftovers(FOUND, plus()).remove == ()
-
-
 def test_what_pods_networking_made_is_removed_rules_first_links_last() -> None:
     bridge, veth = Link("cni0", "bridge"), Link("veth0a1b2c3d", "veth", "cni0")
     over_gateway = Route(AF_INET, 254, 1, "10.244.3.0/24", "192.0.2.7", "eth0", BOOT, 0)
@@ -48,11 +43,6 @@ def test_what_others_added_since_stays() -> None:
     found = leftovers(FOUND, plus(*added))
     assert found.remove == ()
     assert set(found.keep) == {*added} - {by_wireguard}
-
-
-def test_what_was_there_before_stays_whatever_its_name() -> None:
-    before = plus(Link("cni0", "bridge"), Route(AF_INET, 254, 1, "10.9.0.0/24", "", "cni0", BOOT, 0))
-    assert leftovers(before, before).remove == ()
 
 
 OTHERS = (

@@ -19,7 +19,6 @@ from agent.vendors.machine_vendor import RuntimeHandler
 from tests.fakes.golden import expect_golden
 from tests.fakes.node_settings import CA, node_settings
 
-COMMAND = f"{UNITS}/kubelet.service.d/99-unbounded-agent.conf"
 INPUTS = NodeInputs("gpu-1", "10.0.0.7", CA)
 OWN = NodeInputs("gpu-1", "", CA, own_network=True)
 
@@ -31,11 +30,6 @@ def made(inputs: NodeInputs = INPUTS, **settings: Any) -> Mapping[str, NodeFile]
 def kubelet_configuration(**settings: Any) -> dict[str, Any]:  # noqa: ANN401
     found: dict[str, Any] = json.loads(made(**settings)[CONFIGURATION].content)
     return found
-
-
-def arguments(files: Mapping[str, NodeFile]) -> list[str]:
-    command = files[COMMAND].content.decode().partition("ExecStart=kubelet")[2]
-    return command.replace("\\\n", "").split()
 
 
 def test_the_files_are_these() -> None:
@@ -77,13 +71,6 @@ def test_the_unit_that_reports_the_join_has_limits_and_a_sandbox(tmp_path: Path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-def test_settings_override_the_labels_that_the_host_knows() -> None:
-    inputs = NodeInputs("gpu-1", "", CA, labels={"gpu": "yes", "rack": "unknown"})
-    *others, last = arguments(made(inputs, kubelet={"labels": {"rack": "7"}}))
-    assert last == "--node-labels=gpu=yes,rack=7"
-    assert not [each for each in others if "node-ip" in each], "a kubelet without a known address finds its own"
-
-
 def test_only_a_network_of_its_own_needs_an_address_and_forwards() -> None:
     own, shared = made(OWN), made()
     for path, line in {
@@ -108,11 +95,6 @@ def test_fields_of_the_settings_are_laid_over_the_agents() -> None:
     plain, found = kubelet_configuration(), kubelet_configuration(kubelet={"configuration": overlay})
     laid = {**plain["authentication"], **authentication, "webhook": {"enabled": True, "cacheTTL": "1m"}}
     assert found == {**plain, **overlay, "authentication": laid}
-
-
-def test_the_kubelet_accepts_swap_only_if_the_host_keeps_it() -> None:
-    assert kubelet_configuration()["failSwapOn"]
-    assert not kubelet_configuration(host={"swap": "keep"})["failSwapOn"]
 
 
 def test_mirrors_are_tried_before_the_registry() -> None:

@@ -7,11 +7,11 @@ from msgspec.structs import replace
 
 from agent.config.settings import ImageSettings
 from agent.host.provision import plan
-from agent.host.provision.network import NO_LEFTOVERS, Leftovers
+from agent.host.provision.network import NO_LEFTOVERS
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.model.errors import AgentError
 from agent.model.facts import Absent, Broken, Unseen
-from agent.model.node import Check, FoundFile, HostSettings, HostState, Link, NodeBinary, NodeFile, NodeImage
+from agent.model.node import Check, FoundFile, HostSettings, HostState, NodeBinary, NodeFile, NodeImage
 from agent.model.paths import PARTIAL, cordoned_file, staged_root
 from agent.model.typed_json import Base64
 from tests.fakes.host import Host
@@ -46,24 +46,6 @@ def filled_by(**other: Any) -> str:  # noqa: ANN401
 # ---- what up does to a root file system
 
 
-def test_a_new_node_is_complete_before_it_has_its_name() -> None:
-    assert plan.must_make_root(NEW) is True
-    staged = filled_by()
-    assert root_steps() == (
-        plan.StageRoot(SETTINGS_OF_IMAGE, IMAGE, UNPACKED),
-        plan.FetchBinaries(BINARIES),
-        plan.FillRoot(UNPACKED, staged, BINARIES, FILES),
-        plan.PublishRoot("gpu-node", staged, RECORD),
-    )
-
-
-def test_an_interrupted_attempt_goes_on_with_what_is_unpacked() -> None:
-    stale = f"{UNPACKED[:-16]}removed"
-    for usable in (UNPACKED, filled_by()):
-        steps = root_steps(replace(NEW, staged=(usable, stale)))
-        assert steps[:2] == (plan.RemoveTree(stale), plan.FetchBinaries(BINARIES))
-
-
 OTHER_BINARY = replace(BINARIES[0], sha256="c3")
 
 
@@ -73,16 +55,6 @@ def test_what_was_filled_by_other_settings_is_not_used(other: dict[str, Any]) ->
     filled = filled_by(**other)
     steps = root_steps(replace(NEW, staged=(filled,)))
     assert steps[:2] == (plan.RemoveTree(filled), plan.StageRoot(SETTINGS_OF_IMAGE, IMAGE, UNPACKED))
-
-
-def test_a_finished_node_stays_as_it_is() -> None:
-    assert plan.must_make_root(MADE) is False
-    assert plan.plan_boot(replace(MADE, enabled={UNIT: True})) == ()
-    assert plan.plan_boot(MADE) == (plan.ChangeUnit("enable", UNIT),)
-
-
-def test_a_deleted_node_is_made_again() -> None:
-    assert plan.must_make_root(replace(MADE, root=Absent("deleted"))) is True
 
 
 def test_a_rebuild_stops_the_machine_when_the_new_root_is_complete() -> None:
@@ -123,13 +95,6 @@ def test_the_host_changes_once_while_the_first_image_is_pulled() -> None:
     assert plan.plan_all((change,), roots[-1:]) == (roots[-1], change)
 
 
-def test_the_host_is_recorded_before_it_changes() -> None:
-    facts = replace(HOST, found=Absent("no record"))
-    record, change = plan.plan_host(SETTINGS, facts, 5.0)
-    assert record == plan.RecordHost(replace(FOUND, recorded=5.0))
-    assert change == plan.ChangeHost(SETTINGS, FOUND.host)
-
-
 def test_what_a_further_node_changes_is_added_to_the_record() -> None:
     done, nothing = (
         HostState({"kernel.panic": "10", "vm.swappiness": "60"}, {}, (), {}),
@@ -166,12 +131,6 @@ def test_reset_removes_the_machine_before_anything_else() -> None:
     )
     assert plan.plan_removal(facts, "active") == removed
     assert plan.plan_removal(MADE, "inactive") == (plan.RemoveRoot("gpu-node"),)
-
-
-def test_reset_can_be_repeated() -> None:
-    assert plan.plan_removal(NEW, "inactive") == ()
-    assert plan.plan_removal(NEW, Unseen("no answer")) == (), "nothing that up made can run"
-    assert plan.plan_removal(replace(MADE, root=Absent("removed")), Absent("no unit")) == ()
 
 
 def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:
@@ -218,19 +177,6 @@ def test_a_directory_that_has_got_the_inode_of_the_one_that_was_removed_is_anoth
         assert plan.plan_removal(same, "inactive")
 
 
-def test_reset_restores_the_host_after_the_last_node() -> None:
-    left, now = Link("cni0", "bridge"), HostState({"kernel.panic": "10"}, {}, (), {})
-    facts = replace(HOST, state=now, units={"machines.target": True})
-    steps = plan.plan_restoration(facts, Leftovers((left,), ()))
-    assert steps == (
-        plan.ChangeUnit("disable", "machines.target"),
-        plan.RestoreHost(FOUND.host),
-        plan.RemoveLeftover(left),
-    )
-    assert plan.plan_restoration(HOST, NO_LEFTOVERS) == ()
-    assert plan.plan_restoration(replace(facts, others=("other",)), Leftovers((left,), ())) == ()
-
-
 @pytest.mark.parametrize("now", [{"modules": {"overlay": True}}, {"absent_directories": ()}])
 def test_reset_also_undoes_an_up_that_had_only_begun_to_change_the_host(now: dict[str, Any]) -> None:
     """No setting differs yet, but a module is loaded, or a file's directory exists."""
@@ -239,11 +185,6 @@ def test_reset_also_undoes_an_up_that_had_only_begun_to_change_the_host(now: dic
     facts = replace(HOST, found=replace(FOUND, host=found), state=began)
     assert plan.plan_restoration(facts, NO_LEFTOVERS) == (plan.RestoreHost(found),)
     assert plan.plan_restoration(replace(facts, state=found), NO_LEFTOVERS) == ()
-
-
-def test_the_records_go_last() -> None:
-    assert plan.plan_forgetting("gpu-node", HOST) == (plan.ForgetNode("gpu-node"), plan.ForgetHost())
-    assert plan.plan_forgetting("gpu-node", replace(HOST, others=("other",))) == (plan.ForgetNode("gpu-node"),)
 
 
 BRIDGED = {**FOUND.host.sysctls, "net.bridge.bridge-nf-call-iptables": "1"}

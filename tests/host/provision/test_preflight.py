@@ -10,16 +10,11 @@ from agent.config.settings import NodeSettings
 from agent.host.provision.preflight import (
     NETWORKD,
     PROGRAMS,
-    check_binaries,
-    check_disk,
     check_host,
     check_network,
     check_server,
-    checked,
 )
-from agent.model.errors import AgentError
-from agent.model.node import Check, NodeBinary
-from agent.model.paths import MACHINE_ROOTS
+from agent.model.node import Check
 from agent.system.http import Answer
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
@@ -79,13 +74,6 @@ def test_an_error_of_the_server_does_not_say_that_it_accepts_the_token(host: Hos
     assert ("the API server accepts the bootstrap token" in told) is accepted
 
 
-def test_without_a_token_only_the_server_is_checked(host: Host) -> None:
-    server = Server(Answer(403, None))
-    checks = check_server(settings(bootstrap_token="", exec_credential=["/usr/bin/login"]), host, server)
-    assert [check.name for check in checks] == ["server"]
-    assert failed(checks) == {}
-
-
 @pytest.mark.parametrize(
     ("result", "check", "sentence"),
     [
@@ -119,25 +107,7 @@ def test_a_token_that_others_can_read_is_not_sent_anywhere(host: Host) -> None:
     assert server.asked == []
 
 
-def test_a_missing_ca_is_named(host: Host) -> None:
-    host.remove(CA)
-    assert CA in failed(check_server(settings(), host, Server(Answer(200, None))))["ca_file"]
-
-
 # ---- programs, disk and network
-
-
-def test_binaries_are_looked_for_where_they_will_be_fetched(host: Host) -> None:
-    wanted = (NodeBinary("kubelet", "/srv/kubelet", "b2" * 32, "/usr/x"),)
-    assert "/srv/kubelet: no such file" in checked("binaries", lambda: check_binaries(wanted, host)).message
-    host.file("/srv/kubelet")
-    assert checked("binaries", lambda: check_binaries(wanted, host)) == Check("binaries", "can be fetched: kubelet")
-
-
-def test_a_full_disk_is_noticed_before_the_image_is_pulled(host: Host) -> None:
-    assert check_disk(0, host)
-    with pytest.raises(AgentError, match=MACHINE_ROOTS):
-        check_disk(1 << 60, host)
 
 
 @pytest.mark.parametrize(

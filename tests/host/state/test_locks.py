@@ -71,15 +71,9 @@ def test_waiting_is_said_once_and_gives_signs_of_life(gpu_host: Host, another_pa
     sentences = [each for _, each in other.told if each]
     assert sentences == ["waiting up to 60 s: another pass of unbounded-agent is still running"]
     times = [seconds for seconds, _ in other.told]
-    assert times[0] < 3
+    assert 1 < times[0] < 3, "a short pass is not worth a message"
     assert max(after - before for before, after in pairwise(times)) < PROGRESS_INTERVAL
     assert 30 - times[-1] < PROGRESS_INTERVAL
-
-
-def test_a_short_pass_is_not_worth_a_message(gpu_host: Host, another_pass: Begin) -> None:
-    other = another_pass(1)
-    with pass_lock(gpu_host, other.progress):
-        assert other.told == []
 
 
 def test_a_pass_that_hangs_is_named_with_a_command(gpu_host: Host, another_pass: Begin) -> None:

@@ -30,20 +30,13 @@ def test_a_record_is_read_back() -> None:
 
 @pytest.mark.parametrize(
     ("data", "expected"),
+    # How keys are named is shown by tests/model/test_typed_json.py.
     [
-        (b"", "where: not JSON"),
         (b"[]", "where: the document must be an object, not a list"),
         (b'{"numbers": []}', "key version is missing"),
         (b'{"version": 3, "numbers": []}', "version 3 is unknown"),
-        (b'{"version": 2}', "key numbers is missing"),
-        (b'{"version": 2, "numbers": ["1"]}', r"key numbers\[0\] must be a whole number, not a string"),
-        (b'{"version": 2, "numbers": [true]}', r"key numbers\[0\] must be a whole number, not a boolean"),
         (b'{"version": 2, "numbers": [1.0]}', r"key numbers\[0\] must be a whole number, not a number"),
-        (b'{"version": 2, "numbers": {}}', "key numbers must be a list, not an object"),
-        (b'{"version": 2, "numbers": [], "name": null}', "key name must be a string, not null"),
-        (b'{"version": 2, "numbers": [], "name": "\\udc80"}', "where: not JSON"),
         (b'{"version": 2, "numbers": [], "other": "\\udc80"}', "where: not JSON"),
-        (b'{"version": 2, "numbers": [], "other": "\xff"}', "where: not JSON"),
         (b'{"version": 2, "numbers": [], "other": NaN}', "where: not JSON"),
         (b'{"version": 2, "numbers": [], "other": ' + b"[" * 100_000, "where: not JSON"),
     ],

@@ -47,49 +47,26 @@ class Machine:
             self.see(BAD)
 
 
-def test_the_first_time_is_not_delayed() -> None:
+def test_neither_the_first_time_nor_few_losses_nor_waiting_for_reports_delay_recovery() -> None:
     machine = Machine()
     assert [machine.see(each).status for each in (OPEN, BAD, OPEN, BAD, OPEN, BAD, OPEN, BAD, GOOD)][-1] is Status.TRUE
-
-
-def test_a_fault_shows_at_once_and_after_few_losses_recovery_does_too() -> None:
-    machine = Machine()
-    machine.see(GOOD)
     for _ in range(LOSSES - 1):
         assert machine.see(BAD).status is Status.FALSE
         assert machine.see(GOOD).status is Status.TRUE
-
-
-def test_ready_has_to_settle_after_many_losses() -> None:
-    machine = Machine()
-    machine.flap(LOSSES)
-    held = machine.see(GOOD)
-    assert (held.status, held.reason) == (Status.FALSE, "Settling")
-    again = machine.see(GOOD, SETTLING - 1)
-    assert again == held, "the same message until the end, so that nothing is written anew"
-    assert machine.see(GOOD, 1).status is Status.TRUE
-    assert machine.see(GOOD).status is Status.TRUE
-
-
-def test_a_fault_while_settling_restarts_the_time() -> None:
-    machine = Machine()
-    machine.flap(LOSSES)
-    machine.see(GOOD)
-    assert machine.see(BAD, SETTLING - 1).reason == "NodesMissing"
-    assert machine.see(GOOD).reason == "Settling"
-    assert machine.see(GOOD, SETTLING - 1).reason == "Settling"
-    assert machine.see(GOOD, 1).status is Status.TRUE
-
-
-def test_waiting_for_reports_is_not_flapping() -> None:
-    machine = Machine()
     for _ in range(3 * LOSSES):
-        assert machine.see(GOOD).status is Status.TRUE
         assert machine.see(OPEN).status is Status.UNKNOWN
+        assert machine.see(GOOD).status is Status.TRUE
 
 
-def test_losses_are_forgotten() -> None:
+def test_ready_has_to_settle_after_many_losses_until_they_are_forgotten() -> None:
     machine = Machine()
+    machine.flap(LOSSES)
+    assert machine.see(GOOD).reason == "Settling"
+    assert machine.see(BAD, SETTLING - 1).reason == "NodesMissing"
+    held = machine.see(GOOD)
+    assert (held.status, held.reason) == (Status.FALSE, "Settling"), "a fault restarts the time"
+    assert machine.see(GOOD, SETTLING - 1) == held, "the same until the end, so that nothing is written anew"
+    assert [machine.see(GOOD, 1).status, machine.see(GOOD).status] == [Status.TRUE, Status.TRUE]
     machine.flap(LOSSES)
     machine.see(BAD, WINDOW)
     assert machine.see(GOOD).status is Status.TRUE
@@ -105,14 +82,6 @@ def test_true_is_never_shown_for_a_bad_condition(steps: Sequence[tuple[Condition
         assert len(shown.losses) <= len(steps)
     machine.see(GOOD)
     assert machine.see(GOOD, SETTLING).status is Status.TRUE
-
-
-def test_losses_survive_a_new_process(host: Host) -> None:
-    machine = Machine()
-    machine.flap(LOSSES)
-    ready = machine.see(GOOD)
-    write_history(host, {MACHINE: (ready,)})
-    assert read_history(host) == {MACHINE: (ready,)}
 
 
 def test_passes_remember_losses(gpu_host: Host) -> None:

@@ -1,5 +1,6 @@
 """The conditions of one machine: what is said of its settings, devices and driver root."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,18 @@ from agent.host.verify.readiness import Case, expected_gpus
 from agent.host.verify.readiness import conditions as conditions_of
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, false, true
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Broken, Facts, Gpu, MachineFacts, MountSource, Report, Unseen, VendorFacts
+from agent.model.facts import (
+    Absent,
+    Broken,
+    Facts,
+    Gpu,
+    LiveSettings,
+    MachineFacts,
+    MountSource,
+    Report,
+    Unseen,
+    VendorFacts,
+)
 from agent.model.goal import MachineGoal
 from agent.model.handoff import OTHER_DEVICES
 from agent.model.paths import driver_root, mount_unit
@@ -19,6 +31,7 @@ from tests.fakes.facts import CONFIG, MACHINE, at_rest, evaluated, facts, node, 
 from tests.fakes.node_settings import node_settings
 
 KINDS = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
+NOT_PERMITTED = false(ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED, "x")
 
 
 def configured(**settings: Any) -> Config:  # noqa: ANN401
@@ -83,46 +96,42 @@ def test_a_machine_that_is_held_for_another_reason_is_unknown(root: str | Unseen
     assert {each.reason for each in found} == {Reason.OBSERVATION_FAILED}
 
 
-def test_other_fixed_settings_need_a_restart() -> None:
-    """The machine runs without what they say, whatever it reports."""
+SECOND = "/dev/char/195:1"
+RESTART = (Status.FALSE, Reason.MACHINE_RESTART_NEEDED, f"unbounded-agent restart {MACHINE}")
+
+
+@pytest.mark.parametrize(
+    ("change", "refused", "status", "reason", "said"),
+    [
+        # The machine runs without what other settings say, whatever it reports.
+        (lambda live: {"live": None}, "", *RESTART),
+        (lambda live: {"live": replace(live, fixed="0" * 64)}, "", *RESTART),
+        (
+            lambda live: {"live": None, "live_unseen": "live.json: Input/output error"},
+            *("", Status.UNKNOWN, Reason.OBSERVATION_FAILED, "live.json: Input/output error"),
+        ),
+        (
+            lambda live: {"live": replace(live, nodes={**live.nodes, "/dev/nvidia1": "195:7"})},
+            *("", Status.FALSE, Reason.NOT_GIVEN, "could not give /dev/nvidia1 "),
+        ),
+        (
+            lambda live: {"live": replace(live, allow=tuple(each for each in live.allow if each.node != SECOND))},
+            *("", Status.FALSE, Reason.NOT_GIVEN, f"could not give {SECOND} rw "),
+        ),
+        (lambda _: {}, "another program's file", Status.FALSE, Reason.FOREIGN_FILE, "another program's file"),
+        (lambda _: {}, Unseen("I/O error"), Status.UNKNOWN, Reason.OBSERVATION_FAILED, "I/O error"),
+        # What the machine says counts if the host finds no fault.
+        (lambda _: {}, "", Status.FALSE, Reason.NOT_PERMITTED, "machine says: x"),
+    ],
+)
+def test_what_a_machine_lacks_is_named(
+    change: Callable[[LiveSettings], dict[str, Any]], refused: str | Unseen, status: Status, reason: Reason, said: str
+) -> None:
     seen, goal = at_rest(facts())
-    assert seen.machines[0].live is not None
-    for live in (None, replace(seen.machines[0].live, fixed="0" * 64)):
-        status, reason, message = conditions(changed(seen, live=live), goal)[ConditionType.DEVICES_ALLOWED]
-        assert (status, reason) == (Status.FALSE, Reason.MACHINE_RESTART_NEEDED)
-        assert f"unbounded-agent restart {MACHINE}" in message
-    unseen = changed(seen, live=None, live_unseen="live.json: Input/output error")
-    found = conditions(unseen, goal)[ConditionType.DEVICES_ALLOWED]
-    assert found == (Status.UNKNOWN, Reason.OBSERVATION_FAILED, "live.json: Input/output error")
-
-
-def test_a_node_or_permission_that_was_not_given_is_named() -> None:
-    seen, goal = at_rest(facts())
-    live = goal.live
-    without_node = replace(live, nodes={path: each for path, each in live.nodes.items() if path != "/dev/nvidia1"})
-    other_number = replace(live, nodes={**live.nodes, "/dev/nvidia1": "195:7"})
-    forbidden = replace(live, allow=tuple(each for each in live.allow if each.node != "/dev/char/195:1"))
-    for given, named in ((without_node, "/dev/nvidia1 "), (other_number, "/dev/nvidia1 "), (forbidden, "195:1 rw ")):
-        status, reason, message = conditions(changed(seen, live=given), goal)[ConditionType.DEVICES_ALLOWED]
-        assert (status, reason) == (Status.FALSE, Reason.NOT_GIVEN)
-        assert f"could not give {named}" in message or f"could not give /dev/char/{named}" in message
-
-
-def test_refused_settings_come_before_what_the_machine_says() -> None:
-    seen, goal = at_rest(facts())
-    found = conditions(seen, goal, refused="another program's file")[ConditionType.DEVICES_ALLOWED]
-    assert found == (Status.FALSE, Reason.FOREIGN_FILE, "another program's file")
-    found = conditions(seen, goal, refused=Unseen("Input/output error"))[ConditionType.DEVICES_ALLOWED]
-    assert found == (Status.UNKNOWN, Reason.OBSERVATION_FAILED, "Input/output error")
-
-
-def test_what_the_machine_says_counts_if_the_host_finds_no_fault() -> None:
-    seen, goal = at_rest(facts())
-    wrong = false(ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED, "/dev/nvidia0 may not be opened")
-    found = conditions(seen, goal, found=report(goal, wrong))
-    expected = (Status.FALSE, Reason.NOT_PERMITTED, "machine says: /dev/nvidia0 may not be opened")
-    assert found[ConditionType.DEVICES_ALLOWED] == expected
-    assert found[ConditionType.READY][:2] == (Status.FALSE, Reason.NOT_PERMITTED)
+    seen = changed(seen, **change(goal.live))
+    found = conditions(seen, goal, found=report(goal, NOT_PERMITTED), refused=refused)[ConditionType.DEVICES_ALLOWED]
+    assert found[:2] == (status, reason)
+    assert said in found[2]
 
 
 @pytest.mark.parametrize(
@@ -144,69 +153,67 @@ def test_without_a_current_report_nothing_in_the_machine_is_known(
     assert evaluated[ConditionType.READY][:2] == (Status.UNKNOWN, reason)
 
 
-def test_a_report_on_another_handoff_is_no_answer() -> None:
+def test_no_report_counts_on_another_handoff_or_of_a_machine_that_does_not_run() -> None:
     seen, goal = at_rest(facts())
     evaluated = conditions(seen, goal, found=replace(report(goal), generation="f" * 64))
     assert evaluated[ConditionType.CDI_SPEC_CURRENT][:2] == (Status.UNKNOWN, Reason.HANDOFF_PENDING)
-
-
-def test_of_a_machine_that_does_not_run_no_report_counts() -> None:
-    seen, goal = at_rest(facts())
     evaluated = conditions(changed(seen, unit_state="failed"), goal)
     assert evaluated[ConditionType.CDI_SPEC_CURRENT][:2] == (Status.UNKNOWN, Reason.MACHINE_NOT_RUNNING)
     assert evaluated[ConditionType.MACHINE_RUNNING][:2] == (Status.FALSE, Reason.NOT_RUNNING)
 
 
-def test_each_fault_of_a_driver_root_is_told() -> None:
-    seen, goal = at_rest(facts())
-    (root,) = seen.staged
-    for changed_facts, reason, said in (
-        (replace(seen, staged=(), staged_problems=("no space",)), Reason.NOT_STAGED, "; no space"),
-        (replace(seen, plain_roots=(root.index,)), Reason.PLAIN_COPY, f"driver root {root.index} is a plain directory"),
-    ):
-        status, found, message = conditions(changed_facts, goal)[ConditionType.DRIVER_ROOT_STAGED]
-        assert (status, found) == (Status.TRUE if reason is Reason.PLAIN_COPY else Status.FALSE, reason)
-        assert said in message
-    hidden = replace(root, hidden=True)
-    (grant,) = (each for each in goal.grants if each.driver_root)
-    of_hidden = replace(goal, grants=(replace(grant, driver_root=hidden),))
-    status, found, message = conditions(replace(seen, staged=(hidden,)), of_hidden)[ConditionType.DRIVER_ROOT_STAGED]
-    assert (status, found) == (Status.FALSE, Reason.NOT_MOUNTED)
-    assert mount_unit(driver_root(root.index)) in message
+def granting(goal: MachineGoal, **fields: Any) -> MachineGoal:  # noqa: ANN401
+    (grant,) = (each for each in goal.grants if each.gpus)
+    return replace(goal, grants=(replace(grant, **fields),))
 
 
-def test_a_machine_whose_gpus_are_all_unusable_has_nothing_to_stage() -> None:
-    """It gets no GPU, but says why: that is no missing driver."""
+def hidden(seen: Facts, goal: MachineGoal) -> tuple[Facts, MachineGoal]:
+    root = replace(seen.staged[0], hidden=True)
+    return replace(seen, staged=(root,)), granting(goal, driver_root=root)
+
+
+def with_nouveau(*_: object) -> tuple[Facts, MachineGoal]:
     vendor = nvidia()
-    with_nouveau = replace(vendor, gpus=tuple(replace(gpu, driver="nouveau") for gpu in vendor.gpus))
-    seen, goal = at_rest(facts(with_nouveau))
-    status, reason, message = conditions(seen, goal)[ConditionType.DRIVER_ROOT_STAGED]
-    assert (status, reason) == (Status.FALSE, Reason.NOTHING_TO_STAGE)
-    assert "see DevicesPresent" in message
+    return at_rest(facts(replace(vendor, gpus=tuple(replace(gpu, driver="nouveau") for gpu in vendor.gpus))))
 
 
-def test_gpus_that_need_no_driver_files_need_no_driver_root() -> None:
-    seen, goal = at_rest(facts())
-    (grant,) = (each for each in goal.grants if each.gpus)
-    without = replace(goal, grants=(replace(grant, driver_files=False, driver_root=None),))
-    assert conditions(seen, without)[ConditionType.DRIVER_ROOT_STAGED][:2] == (Status.TRUE, Reason.NOT_APPLICABLE)
-
-
-def test_a_gpu_without_a_complete_driver_has_no_driver_root() -> None:
-    seen, goal = at_rest(facts())
-    (grant,) = (each for each in goal.grants if each.gpus)
-    without = replace(goal, grants=(replace(grant, driver_root=None),))
-    status, reason, message = conditions(seen, without)[ConditionType.DRIVER_ROOT_STAGED]
-    assert (status, reason) == (Status.FALSE, Reason.NOTHING_TO_STAGE)
-    assert "see LibrariesPresent" in message
-    waiting = replace(goal, grants=(replace(grant, driver_root=None, waiting_root=grant.driver_root),))
-    status, reason, message = conditions(seen, waiting)[ConditionType.DRIVER_ROOT_STAGED]
-    assert (status, reason) == (Status.FALSE, Reason.NOTHING_FITS)
-    assert "kernel module is not loaded yet" in message
+@pytest.mark.parametrize(
+    ("change", "status", "reason", "said"),
+    [
+        (
+            lambda seen, goal: (replace(seen, staged=(), staged_problems=("no space",)), goal),
+            *(Status.FALSE, Reason.NOT_STAGED, "; no space"),
+        ),
+        (
+            lambda seen, goal: (replace(seen, plain_roots=(0,)), goal),
+            *(Status.TRUE, Reason.PLAIN_COPY, "driver root 0 is a plain directory"),
+        ),
+        (hidden, Status.FALSE, Reason.NOT_MOUNTED, mount_unit(driver_root(0))),
+        # It gets no GPU, but says why: that is no missing driver.
+        (with_nouveau, Status.FALSE, Reason.NOTHING_TO_STAGE, "see DevicesPresent"),
+        (
+            lambda seen, goal: (seen, granting(goal, driver_files=False, driver_root=None)),
+            *(Status.TRUE, Reason.NOT_APPLICABLE, ""),
+        ),
+        (
+            lambda seen, goal: (seen, granting(goal, driver_root=None)),
+            *(Status.FALSE, Reason.NOTHING_TO_STAGE, "see LibrariesPresent"),
+        ),
+        (
+            lambda seen, goal: (seen, granting(goal, driver_root=None, waiting_root=seen.staged[0])),
+            *(Status.FALSE, Reason.NOTHING_FITS, "kernel module is not loaded yet"),
+        ),
+    ],
+)
+def test_each_fault_of_a_driver_root_is_told(
+    change: Callable[[Facts, MachineGoal], tuple[Facts, MachineGoal]], status: Status, reason: Reason, said: str
+) -> None:
+    found = conditions(*change(*at_rest(facts())))[ConditionType.DRIVER_ROOT_STAGED]
+    assert found[:2] == (status, reason)
+    assert said in found[2]
 
 
 KVM = VendorFacts(OTHER_DEVICES, devices=(node("/dev/kvm", DeviceKind.KVM, 10, 232),))
-NOT_PERMITTED = false(ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED, "x")
 FAULTY = false(ConditionType.CDI_SPEC_CURRENT, Reason.SPEC_REFUSED, "x")
 
 

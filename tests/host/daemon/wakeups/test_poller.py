@@ -103,14 +103,6 @@ def tally(wakeups: Wakeups, name: str) -> tuple[bool, int, int]:
     return found.watching, found.wakeups, found.losses
 
 
-def test_without_events_the_time_goes_by(pipes: tuple[Piped, Piped], wait: Wait) -> None:
-    wakeups = opened(*pipes)
-    started = time.monotonic()
-    assert wait(wakeups, 0.1) == wait(opened(), 0.01) == ""
-    assert time.monotonic() - started >= 0.11
-    assert tally(wakeups, "first") == tally(wakeups, "second") == (True, 0, 0)
-
-
 def test_an_event_ends_the_wait_and_is_counted_and_dated(pipes: tuple[Piped, Piped], wait: Wait) -> None:
     """The time of the pass would be later, because a pass waits for events to settle."""
     wakeups, before = opened(*pipes), time.monotonic()
