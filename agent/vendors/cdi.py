@@ -1,11 +1,11 @@
-"""Reads CDI specifications, and gives them the form that most container runtimes accept. Pure.
+"""Reads CDI specifications, and gives them the version that most container runtimes accept. Pure.
 
 If one is malformed, all functions except `host_paths` and `narrowed` raise DocumentError. The error names the malformed
 part.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from agent.model.errors import DocumentError
@@ -50,12 +50,14 @@ def with_nodes(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[s
     """Return the specification with only the wanted nodes, and only devices that have any."""
 
     def narrow(edits: dict[str, Any]) -> dict[str, Any]:
-        return edits | {"deviceNodes": [each for each in objects(edits, "deviceNodes") if wanted(each)]}
+        kept = [each for each in objects(edits, "deviceNodes") if wanted(each)]
+        others = {key: value for key, value in edits.items() if key != "deviceNodes"}
+        return others | ({"deviceNodes": kept} if kept else {})
 
     document = object_of(spec, "the specification")
     listed = [(name, narrow(edits)) for name, edits in devices(document)]
     return document | {
-        "devices": [{"name": name, "containerEdits": edits} for name, edits in listed if edits["deviceNodes"]],
+        "devices": [{"name": name, "containerEdits": edits} for name, edits in listed if "deviceNodes" in edits],
         "containerEdits": narrow(object_of(document.get("containerEdits", {}), "containerEdits")),
     }
 
@@ -114,81 +116,35 @@ def items(container: dict[str, Any], key: str) -> list[Any]:
     return value
 
 
-OLDEST = "0.3.0"
+def lowest_version(spec: object) -> str:
+    """Return the version for a specification of the agent: 0.7.0 has additionalGids, 0.5.0 has all other parts of it.
 
-
-def lowest_version(spec: Mapping[str, Any]) -> str:
-    """Return the lowest version with every feature that the specification uses. All its devices must have names.
-
-    A runtime refuses a version that it does not know. The rules are those of MinimumRequiredVersion in
-    specs-go/version.go of the Container Device Interface v1.1.0.
+    A runtime refuses a version that it does not know. Every containerd with CDI knows 0.5.0 (specs-go/version.go of the
+    Container Device Interface v1.1.0 has the version of each part). Parts that need another version are never published
+    (MachineVendor.verify).
     """
-    devices = spec.get("devices", [])
-    edits = [each for holder in (spec, *devices) if isinstance(each := holder.get("containerEdits"), dict)]
-    rdt = [each["intelRdt"] for each in edits if isinstance(each.get("intelRdt"), dict)]
-    if any(each.get("netDevices") for each in edits) or any(
-        each.get("schemata") is not None or each.get("enableMonitoring") for each in rdt
-    ):
-        return "1.1.0"
-    if rdt or any(each.get("additionalGids") for each in edits):
-        return "0.7.0"
-    # Since 0.6.0, the class in a kind (`vendor/class`) may contain dots. The vendor could contain dots before.
-    dots = "." in str(spec.get("kind", "")).partition("/")[2]
-    if dots or spec.get("annotations") or any(device.get("annotations") for device in devices):
-        return "0.6.0"
-    digits = any(device["name"][:1] in set("0123456789") for device in devices)
-    if digits or any(_member(node, "hostPath") for each in edits for node in _list(each, "deviceNodes")):
-        return "0.5.0"
-    return "0.4.0" if any(_member(mount, "type") for each in edits for mount in _list(each, "mounts")) else OLDEST
-
-
-EMPTY: tuple[object, ...] = (None, "", [], {})
-"""Values that the Go types of the Container Device Interface omit (`omitempty`)."""
+    edits = [_member(each, "containerEdits") for each in (spec, *_list(spec, "devices"))]
+    return "0.7.0" if any(_member(each, "additionalGids") for each in edits) else "0.5.0"
 
 
 def normalised(spec: object) -> object:
-    """Return the specification without empty values, with the lowest version.
-
-    If the list of devices is malformed, the specification is returned unchanged. A device without any edits, which is
-    invalid, is kept. MachineVendor.verify reports both faults.
-    """
-    if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
-        return spec
-    if not all(isinstance(device, dict) and isinstance(device.get("name"), str) for device in listed):
-        return spec
-    document = _dense({key: value for key, value in spec.items() if key != "containerEdits"})
-    document["devices"] = [
-        device | {"containerEdits": _edits(device["containerEdits"])} if "containerEdits" in device else device
-        for device in listed
-    ]
-    document |= _dense({"containerEdits": _edits(spec.get("containerEdits", {}))})
-    return document | {"cdiVersion": lowest_version(document)}
+    """Return the specification with the version that it needs, whatever a generator has written."""
+    return spec | {"cdiVersion": lowest_version(spec)} if isinstance(spec, dict) else spec
 
 
 def without_groups(spec: object) -> object:
-    """Remove additionalGids from a specification, and return the rest, normalised. The version may become lower."""
+    """Remove additionalGids from a specification, and return the rest, normalised."""
 
     def groupless(holder: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
         if not isinstance(edits := _member(holder, "containerEdits"), dict):
             return holder
         return holder | {"containerEdits": {key: value for key, value in edits.items() if key != "additionalGids"}}
 
-    if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
+    if not isinstance(spec, dict):
         return spec
-    return normalised(groupless(spec) | {"devices": [groupless(device) for device in listed]})
-
-
-def _edits(edits: object) -> object:
-    if not isinstance(edits, dict):
-        return edits
-    return _dense(
-        {key: [_dense(each) for each in value] if isinstance(value, list) else value for key, value in edits.items()}
-    )
-
-
-def _dense(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """Return an object without its empty members, and any other value as it is."""
-    return {key: each for key, each in value.items() if each not in EMPTY} if isinstance(value, dict) else value
+    listed = spec.get("devices")
+    devices = {"devices": [groupless(each) for each in listed]} if isinstance(listed, list) else {}
+    return normalised(groupless(spec) | devices)
 
 
 LONGEST_KIND = 256

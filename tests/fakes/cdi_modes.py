@@ -37,9 +37,9 @@ WANTED = REQUEST._replace(devices=(*DEVICES, *CHANNELS, *SWITCHES), cdi_modes=tu
 
 
 def recorded(mode: str) -> dict[str, Any]:
-    """Return a new copy of the recorded specification."""
+    """Return a new copy of the recorded specification, with the version that the agent publishes."""
     loaded: dict[str, Any] = json.loads((SPEC.parent / f"nvidia-ctk-1.19.1-mode-{mode}.json").read_text())
-    return loaded
+    return loaded | {"cdiVersion": "0.5.0"}
 
 
 def published(mode: str) -> str:

@@ -62,28 +62,14 @@ def spec(edits: Spec | None = None, common: Spec | None = None, **more: object) 
 
 
 VERSIONS: dict[str, tuple[Spec, str]] = {
-    "nothing": (spec(), "0.3.0"),
-    "vendor with dots": (spec(kind="a.b.c/class"), "0.3.0"),
-    "mount's type": (spec({"mounts": [{"hostPath": "/a", "containerPath": "/a", "type": "bind"}]}), "0.4.0"),
-    "common mount's type": (spec(common={"mounts": [{"hostPath": "/a", "containerPath": "/a", "type": "x"}]}), "0.4.0"),
-    "mount's empty type": (spec({"mounts": [{"hostPath": "/a", "containerPath": "/a", "type": ""}]}), "0.3.0"),
+    "nothing": (spec(), "0.5.0"),
+    "vendor with dots": (spec(kind="a.b.c/class"), "0.5.0"),
+    "mount's type": (spec({"mounts": [{"hostPath": "/a", "containerPath": "/a", "type": "bind"}]}), "0.5.0"),
     "digit": (spec(devices=[{"name": "0", "containerEdits": {"env": ["A=B"]}}]), "0.5.0"),
     "host path": (spec({"deviceNodes": [NODE | {"hostPath": "/dev/y"}]}), "0.5.0"),
-    "empty host path": (spec({"deviceNodes": [NODE | {"hostPath": ""}]}), "0.3.0"),
-    "class with dots": (spec(kind="vendor.com/a.b"), "0.6.0"),
-    "annotations": (spec(annotations={"a": "b"}), "0.6.0"),
-    "no annotations": (spec(annotations={}), "0.3.0"),
-    "device's annotations": (
-        spec(devices=[{"name": "x", "annotations": {"a": "b"}, "containerEdits": {"env": ["A=B"]}}]),
-        "0.6.0",
-    ),
     "groups": (spec({"deviceNodes": [NODE], "additionalGids": [44]}), "0.7.0"),
     "common groups": (spec(common={"additionalGids": [44]}), "0.7.0"),
-    "no groups": (spec(common={"additionalGids": []}), "0.3.0"),
-    "cache allocation": (spec({"intelRdt": {"closID": "a"}}), "0.7.0"),
-    "cache monitoring": (spec({"intelRdt": {"closID": "a", "enableMonitoring": True}}), "1.1.0"),
-    "cache schemata": (spec({"intelRdt": {"schemata": ["a"]}}), "1.1.0"),
-    "network": (spec({"netDevices": [{"hostInterfaceName": "eth1", "name": "eth0"}]}), "1.1.0"),
+    "no groups": (spec(common={"additionalGids": []}), "0.5.0"),
     "recorded": (recorded_spec(), "0.5.0"),
     "recorded with DRM nodes": (drm_spec(), "0.7.0"),
 }

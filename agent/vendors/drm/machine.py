@@ -1,9 +1,10 @@
 """The machine half of a vendor whose GPUs need only device nodes. The agent itself writes the CDI specification."""
 
+import json
 import posixpath
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import Any, NamedTuple
 
 from agent.model.contract import AllocatableDevice
@@ -11,7 +12,7 @@ from agent.model.device import PCI_ADDRESS, DeviceKind, DeviceNumber, dri_link
 from agent.model.errors import DocumentError
 from agent.model.handoff import GrantedDevice, Request
 from agent.system.files import System
-from agent.vendors.cdi import device_names, lowest_version, object_of, objects, strings
+from agent.vendors.cdi import device_names, lowest_version, object_of, objects, without_groups
 from agent.vendors.cdi import devices as devices_of
 from agent.vendors.machine_vendor import Generated, MachineVendor, Verdict
 
@@ -32,7 +33,7 @@ class MachineState(NamedTuple):
     live: Mapping[str, DeviceNumber]
     """Numbers, modes and owners of the granted nodes that exist in the machine, by path."""
     groups: Mapping[str, int]
-    """The ids of the machine's groups, by name."""
+    """The groups that nodes have in containers, by path, if they are others than in the machine."""
     links: Collection[str]
     """The existing links in /dev/dri/by-path that pods get."""
 
@@ -66,8 +67,9 @@ def _edits(devices: list[GrantedDevice], machine: MachineState) -> dict[str, Any
     nodes, groups = [], set()
     for device in devices:
         number = machine.live[device.path]
-        gid = machine.groups.get(group_of(device.kind), number.gid)
-        nodes.append({"path": device.path, **_written(number), "gid": gid})
+        gid = machine.groups.get(device.path, number.gid)
+        attributes = {"type": "c", "major": number.major, "minor": number.minor, "fileMode": number.mode}
+        nodes.append({"path": device.path, **attributes, "permissions": "rw", "uid": number.uid, "gid": gid})
         # If a runtime may make device nodes, the nodes in the container have the group in the specification. If it may
         # not, it bind-mounts the machine's nodes, which have the host's group. A container's process gets both groups,
         # so it can open the node in either case, even if it is not root.
@@ -76,100 +78,55 @@ def _edits(devices: list[GrantedDevice], machine: MachineState) -> dict[str, Any
     edits: dict[str, Any] = {"deviceNodes": nodes}
     links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in machine.links]
     if links:
-        edits["mounts"] = [_mount(link) for link in links]
+        options = {"type": "none", "options": ["bind", "rw"]}
+        edits["mounts"] = [{"hostPath": link, "containerPath": link, **options} for link in links]
     if groups - {0}:
         edits["additionalGids"] = sorted(groups - {0})
     return edits
 
 
-def _written(number: DeviceNumber) -> dict[str, Any]:
-    """Return what a specification says of a node, apart from its path and group."""
-    attributes = {"type": "c", "major": number.major, "minor": number.minor, "fileMode": number.mode}
-    return attributes | {"permissions": "rw", "uid": number.uid}
-
-
-def _mount(link: str) -> dict[str, Any]:
-    return {"hostPath": link, "containerPath": link, "type": "none", "options": ["bind", "rw"]}
-
-
 def verify(
-    kind: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+    kind: str,
+    names: Mapping[str, str],
+    spec: object,
+    request: Request,
+    live: Mapping[str, DeviceNumber],
+    present: Collection[str],
 ) -> Verdict:
-    """Verify a specification against one request.
+    """Verify a specification against one request: it must be what `render` makes of the nodes that exist.
 
-    If the specification is malformed, the verdict has a single problem, which names the malformed part.
+    Only the nodes' groups, which depend on the machine's file of groups, and which by-path links are mounted, are taken
+    from the specification itself. If it is malformed, the verdict has a single problem, which names the malformed part.
     """
-    problems = []
     try:
         document = object_of(spec, "the specification")
         devices = devices_of(document)
-        if document.get("kind") != kind:
-            problems.append(f"kind is {document.get('kind')!r}, not {kind}")
-        if document.get("cdiVersion") != lowest_version(document):
-            problems.append(f"cdiVersion is {document.get('cdiVersion')!r}")
-        if foreign := sorted(set(document) - {"cdiVersion", "kind", "devices"}):
-            problems.append(f"unknown key {', '.join(foreign)}")
-        for name, edits in devices:
-            problems += _device_problems(name, edits, request, live, present)
-        paths = {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
-        every = {path for name, edits in devices if name == EVERY_GPU for path in strings(edits, "deviceNodes", "path")}
+        nodes = [node for _, edits in devices for node in objects(edits, "deviceNodes")]
     except DocumentError as error:
         return Verdict(problems=(error.message,))
-    if paths != every:
-        problems.append(f"device {EVERY_GPU} does not have all nodes of the others")
-    written = [each for each in request.devices if each.path in paths]
-    missing = tuple(
-        sorted(set(request.gpus) - {each.pci_address for each in written if each.kind == DeviceKind.DRI_RENDER})
+    groups = {str(node.get("path")): gid for node in nodes if type(gid := node.get("gid")) is int}
+    wanted: Any = render(kind, names, request, MachineState(live, groups, present))
+    if document == without_groups(document):
+        # This machine's containerd may be too old for groups.
+        wanted = without_groups(wanted)
+    # The text is compared, because 1, 1.0 and True are equal in Python.
+    found, expected = (
+        {(name, json.dumps(edits, sort_keys=True)) for name, edits in each} for each in (devices, devices_of(wanted))
     )
+    problems = [
+        f"device node {each.path} is {live[each.path].major}:{live[each.path].minor} in this machine, but "
+        f"{each.major}:{each.minor} was granted"
+        for each in request.devices
+        if each.path in live and (live[each.path].major, live[each.path].minor) != (each.major, each.minor)
+    ]
+    if json.dumps(document, sort_keys=True) != json.dumps(wanted, sort_keys=True):
+        parts = ", ".join(sorted({name for name, _ in found ^ expected})) or "its kind, version or another key"
+        problems.append(f"it is not what this agent writes for the granted nodes: {parts}")
+    missing = tuple(sorted(set(request.gpus) - {name for name, _ in expected}))
     if not problems and len(missing) == len(request.gpus):
         problems.append("no device in it is a granted GPU")
-    left_out = [each.path for each in request.devices if each not in written and each.pci_address not in missing]
+    left_out = (each.path for each in request.devices if each.path not in live and each.pci_address not in missing)
     return Verdict(tuple(problems), missing, tuple(sorted(left_out)), tuple(name for name, _ in devices))
-
-
-def _device_problems(
-    name: str, edits: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
-) -> Iterator[str]:
-    where, granted = f"device {name}", {each.path: each for each in request.devices}
-    if foreign := sorted(set(edits) - {"deviceNodes", "mounts", "additionalGids"}):
-        yield f"{where}: unknown key {', '.join(foreign)}"
-    found, groups = [], {number.gid for number in live.values()}
-    for node in objects(edits, "deviceNodes"):
-        device = granted.get(str(node.get("path")))
-        if device is None:
-            yield f"{where}: device node {node.get('path')!r} is not granted to this machine"
-            continue
-        found.append(device)
-        # The gid may be any integer: the machine's group may have another number than that of the node.
-        if type(node.get("gid")) is int:
-            groups.add(node["gid"])
-        yield from _node_problems(f"{where}: device node {device.path}", node, device, live.get(device.path))
-    gpus = {each.pci_address for each in found} - {""}
-    if not gpus:
-        yield f"{where} has no GPU node"
-    if len(gpus) > 1 and name != EVERY_GPU:
-        yield f"{where} has nodes of {' and '.join(sorted(gpus))}"
-    mounts = [_mount(link) for each in found if (link := dri_link(each.kind, each.pci_address)) in present]
-    for mount in objects(edits, "mounts"):
-        if mount not in mounts:
-            yield f"{where}: mount of {mount.get('hostPath')!r}, not the by-path link of one of this device's nodes"
-    listed = edits.get("additionalGids", [])
-    if not isinstance(listed, list) or not all(type(gid) is int and gid in groups and gid for gid in listed):
-        yield f"{where}: additionalGids {listed!r}, which are not groups of its nodes"
-
-
-def _node_problems(where: str, node: dict[str, Any], device: GrantedDevice, live: DeviceNumber | None) -> Iterator[str]:
-    if live is None:
-        yield f"{where} is not in this machine"
-        return
-    if (live.major, live.minor) != (device.major, device.minor):
-        is_now, granted = f"{live.major}:{live.minor}", f"{device.major}:{device.minor}"
-        yield f"{where} is {is_now} in this machine, but {granted} was granted"
-    gid = node.get("gid")
-    expected = {"path": device.path, **_written(live), "gid": gid if type(gid) is int else live.gid}
-    # The types are compared too: 1, 1.0 and True are equal in Python.
-    if node != expected or any(type(node[key]) is not type(value) for key, value in expected.items()):
-        yield f"{where} has unexpected values: {node!r}"
 
 
 GROUP_FILE = "/etc/group"
@@ -196,10 +153,11 @@ class DrmMachine(MachineVendor):
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
         groups = parse_groups(system.read_text(GROUP_FILE)) if system.exists(GROUP_FILE) else {}
         links = {path for path in self.optional_paths(request) if system.exists(path)}
-        machine = MachineState(live, groups, links)
-        missing = sorted({group_of(each.kind) for each in request.devices} - groups.keys())
+        named = {each.path: group_of(each.kind) for each in request.devices}
+        missing = sorted({*named.values()} - groups.keys())
         remark = f"this machine has no group {' and no group '.join(missing)}: the nodes keep the host's group number"
-        spec = render(self.spec_kind, self.other_names(request), request, machine)
+        gids = {path: groups[name] for path, name in named.items() if name in groups}
+        spec = render(self.spec_kind, self.other_names(request), request, MachineState(live, gids, links))
         return Generated(spec, (remark,) if missing else ())
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:
@@ -210,7 +168,7 @@ class DrmMachine(MachineVendor):
     def verify(
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> Verdict:
-        return verify(self.spec_kind, spec, request, live, present)
+        return verify(self.spec_kind, self.other_names(request), spec, request, live, present)
 
     def list_devices(self, system: System, directory: str, timeout: float) -> tuple[str, ...]:
         return tuple(

@@ -194,7 +194,7 @@ def test_what_is_unknown_is_left_out(name: str) -> None:
     assert named in "; ".join(sieve.left_out)
     without = sifted(recorded_spec())[1]
     if name == "hook's variable":
-        del without["containerEdits"]["hooks"][0]["env"]
+        without["containerEdits"]["hooks"][0]["env"] = []
     assert made == without
 
 
