@@ -38,6 +38,8 @@ DAEMONS = "nvidia-persistenced nvidia-fabricmanager nvidia-dcgm"
 """Services that keep GPUs open. If one is not installed, `systemctl stop` stops the others all the same."""
 LOAD = "modprobe -a nvidia nvidia_uvm"
 DRIVER_LOG = "dmesg | grep -iE 'nvidia|nvrm'"
+ENABLE_FABRIC_MANAGER = "systemctl enable --now nvidia-fabricmanager"
+ENABLE_PERSISTENCE = "systemctl enable --now nvidia-persistenced"
 SHOW_FABRIC_LOG = "journalctl -b -u nvidia-fabricmanager --no-pager -n 50"
 REINSTALL_LIBRARIES = "apt install --reinstall libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH"
 
@@ -80,7 +82,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         "systemctl restart nvidia-fabricmanager",
     ),
     (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING): (
-        "systemctl enable --now nvidia-fabricmanager",
+        ENABLE_FABRIC_MANAGER,
         SHOW_FABRIC_LOG,
     ),
     (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED): RESET,
@@ -89,7 +91,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
     ),
     (ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): (
         "systemctl unmask nvidia-persistenced  # needed only if it is masked",
-        "systemctl enable --now nvidia-persistenced",
+        ENABLE_PERSISTENCE,
         "nvidia-smi -pm 1  # instead, only until the next boot",
     ),
     (ConditionType.PERSISTENCE_MODE, Reason.PERSISTENCE_DISABLED): (
@@ -171,12 +173,8 @@ def _reload_driver(modules: Set[str]) -> tuple[str, ...]:
 def _start_fabric_manager(reason: str, service: FabricService, version: str) -> tuple[str, ...]:
     install = f"apt install nvidia-fabricmanager-{version.partition('.')[0] or 'BRANCH'}"
     exactly = f"exactly version {version or 'of the driver'}"
-    enable = "systemctl enable --now nvidia-fabricmanager"
-    from_scratch = (
-        f"{install}  # {exactly}",
-        "systemctl unmask nvidia-fabricmanager  # needed only if it is masked",
-        enable,
-    )
+    unmask = "systemctl unmask nvidia-fabricmanager  # needed only if it is masked"
+    from_scratch = (f"{install}  # {exactly}", unmask, ENABLE_FABRIC_MANAGER)
     if reason == Reason.FABRIC_MANAGER_MISSING:
         return from_scratch
     start: tuple[str, ...]
@@ -192,7 +190,7 @@ def _start_fabric_manager(reason: str, service: FabricService, version: str) -> 
     else:
         # A virtual machine, or a tray of a rack, has none: the fabric is managed elsewhere.
         only = "only if this host manages the fabric"
-        start = (f"{install}  # {only}: {exactly}", f"{enable}  # {only}")
+        start = (f"{install}  # {only}: {exactly}", f"{ENABLE_FABRIC_MANAGER}  # {only}")
     modules = service.missing_modules
     load = f"modprobe -a {' '.join(modules)}  # HGX B200 and B300: the Fabric Manager needs them"
     query = "nvidia-smi --query-gpu=pci.bus_id,fabric.state,fabric.status --format=csv"
@@ -217,8 +215,8 @@ NEEDED_BY_ALL = {
     DeviceKind.UVM: ("/dev/nvidia-uvm", "nvidia-modprobe -u -c 0"),
 }
 NOT_REPORTED = FabricReport()
-FABRIC_LOG = "see `journalctl -b -u nvidia-fabricmanager`"
-START_FABRIC_MANAGER = "run `systemctl enable --now nvidia-fabricmanager`"
+DOCTOR_KNOWS = "`unbounded-agent doctor` has the commands"
+OWN_FABRIC_MANAGER = "nv-fabricmanager runs, but not as this host's service"
 REINSTALL = "install the driver's user-space packages again and run ldconfig"
 
 
@@ -248,28 +246,12 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
         case Absent():
             pass
     if wrong := misbound_gpus(facts.gpus):
-        parts = [f"the GPUs have kernel driver {', '.join(sorted({gpu.driver for gpu in wrong}))}"]
-        if modules := modules_to_blacklist(facts.gpus):
-            lines = " and, on a line of its own, ".join(f"`blacklist {each}`" for each in modules)
-            parts.append(
-                f"write {lines} into /etc/modprobe.d/blacklist-gpu.conf, rebuild the initramfs (Debian: "
-                "update-initramfs -u) and reboot"
-            )
-        if addresses := built_in(facts.gpus):
-            parts.append(
-                f"the driver of {', '.join(addresses)} is built into the kernel and cannot be blacklisted: set "
-                "driver_override, as `unbounded-agent doctor` shows"
-            )
-        return false(kind, Reason.WRONG_DRIVER, "; ".join(parts))
+        names = ", ".join(sorted({gpu.driver for gpu in wrong}))
+        return false(kind, Reason.WRONG_DRIVER, f"the GPUs have kernel driver {names}; {DOCTOR_KNOWS}")
     library = driver.user_space.version
     state = f"libraries {library} are installed, but the" if isinstance(library, str) else "the"
-    return false(
-        kind,
-        Reason.MODULE_NOT_LOADED,
-        f"{state} kernel module nvidia is not loaded; run `{LOAD}`, or set driver.load_modules = true "
-        "(`journalctl -u unbounded-agent-modules` shows the result); if that fails, see `dmesg`, install the driver's "
-        "kernel module for this kernel, or reboot",
-    )
+    what = f"{state} kernel module nvidia is not loaded; run `{LOAD}`; if that fails, {DOCTOR_KNOWS}"
+    return false(kind, Reason.MODULE_NOT_LOADED, what)
 
 
 def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condition:
@@ -280,7 +262,7 @@ def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condit
     def advice_on_driver(unbound: tuple[str, ...]) -> str:
         # If the module is loaded already, modprobe does nothing, so the advice is to bind the driver to the GPUs.
         loaded = isinstance(driver.module_version, str)
-        commands = [_bind(each) for each in unbound] if loaded else ["modprobe nvidia"]
+        commands = [_bind(each) for each in unbound] if loaded else [LOAD]
         return f"run {' and '.join(f'`{each}`' for each in commands)}, and see `dmesg`"
 
     advice = f"run `nvidia-smi` or {' and '.join(f'`{each}`' for each in _make_nodes(facts, grant.gpus))}"
@@ -311,19 +293,10 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
     not_used = f"; not used: {', '.join(user_space.other_places)}" if user_space.other_places else ""
     if isinstance(library, str) and isinstance(module, str) and module != library:
         if serving == module:
-            return true(
-                kind,
-                Reason.RELOAD_NEEDED,
-                f"libraries {library} take effect when their kernel module replaces {module}, or the host reboots; "
-                f"until then the machine keeps those of {module}; DriverRootStaged says whether those of {library} are "
-                "staged",
-            )
-        return false(
-            kind,
-            Reason.VERSION_MISMATCH,
-            f"kernel module {module} and libraries {library} differ; reload the module or reboot the host, or, if the "
-            f"libraries {module} are installed too, choose those as `doctor` says{_other_drivers(user_space)}",
-        )
+            what = f"the machine keeps libraries {module} until the kernel module of {library}, as installed, is loaded"
+            return true(kind, Reason.RELOAD_NEEDED, f"{what}: reload it, or reboot the host")
+        what = f"kernel module {module} and libraries {library} differ; {DOCTOR_KNOWS}, or reboot the host"
+        return false(kind, Reason.VERSION_MISMATCH, f"{what}{_other_drivers(user_space)}")
     if not isinstance(library, str) or not isinstance(user_space.files, tuple):
         fault = _libraries_fault(user_space, module)
         if not serving or serving != module:
@@ -360,9 +333,8 @@ def _libraries_fault(user_space: UserSpace, module: Seen[str]) -> Condition:
     return false(
         kind,
         Reason.NOT_INSTALLED,
-        "`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture, and no other known place has them; "
-        f"install the driver's user-space libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: libnvidia-compute)"
-        " and run ldconfig, or name their place in driver.root or driver.library_directories"
+        "neither `ldconfig -p` nor another known place has libcuda and libnvidia-ml; install the driver's user-space "
+        f"libraries{wanted} and run ldconfig, or name their place in driver.root or driver.library_directories"
         f"{_other_drivers(user_space)}",
     )
 
@@ -425,28 +397,17 @@ def _words(answers: Sequence[FabricAnswer]) -> Iterator[str]:
 
 def _fabric_advice(service: FabricService) -> Iterator[str]:
     if names := service.missing_modules:
-        restart = " and `systemctl restart nvidia-fabricmanager`" if has_unit(service) else ""
-        yield (
-            f"not loaded: {', '.join(names)}, which the Fabric Manager of HGX B200 and B300 needs: run `modprobe -a "
-            f"{' '.join(names)}`{restart}"
-        )
+        yield f"not loaded: {', '.join(names)}, which the Fabric Manager of HGX B200 and B300 needs"
     match service.state:
         case "running":
-            yield (
-                "the Fabric Manager runs, but not as this host's service: see its log, and restart the container that "
-                "runs it"
-            )
+            yield OWN_FABRIC_MANAGER
         case Absent():
-            yield (
-                "nvidia-fabricmanager.service is not installed: if this host manages the fabric, install the Fabric "
-                "Manager in the driver's version; otherwise (a virtual machine, a rack), look where it is managed"
-            )
+            yield "nvidia-fabricmanager.service is not installed"
         case Broken(why) | Unseen(why):
             yield why
-        case "active" | "activating" | "reloading" as state:
-            yield f"nvidia-fabricmanager.service is {state}: {FABRIC_LOG}"
         case state:
-            yield f"nvidia-fabricmanager.service is {state}: {START_FABRIC_MANAGER}, and {FABRIC_LOG}"
+            yield f"nvidia-fabricmanager.service is {state}"
+    yield DOCTOR_KNOWS
 
 
 def _inferred_fabric(fabric: Seen[str]) -> Condition:
@@ -457,20 +418,16 @@ def _inferred_fabric(fabric: Seen[str]) -> Condition:
         case Unseen(why):
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case Broken(why):
-            return false(kind, Reason.FABRIC_MANAGER_MISSING, f"{why}; then {START_FABRIC_MANAGER}")
+            return false(kind, Reason.FABRIC_MANAGER_MISSING, f"{why}; then run `{ENABLE_FABRIC_MANAGER}`")
         case "active":
             return true(kind, Reason.FABRIC_MANAGER_ACTIVE, "nvidia-fabricmanager.service is active")
         case "running":
-            return true(kind, Reason.FABRIC_MANAGER_ACTIVE, "nv-fabricmanager runs, but not as this host's service")
+            return true(kind, Reason.FABRIC_MANAGER_ACTIVE, OWN_FABRIC_MANAGER)
         case "activating" | "reloading":
             return unknown(kind, Reason.FABRIC_MANAGER_STARTING, "nvidia-fabricmanager.service is starting")
         case state:
-            return false(
-                kind,
-                Reason.FABRIC_MANAGER_NOT_RUNNING,
-                f"this host has NVSwitch and nvidia-fabricmanager.service is {state}; CUDA will fail with error 802 "
-                f"(SYSTEM_NOT_READY); {START_FABRIC_MANAGER}",
-            )
+            what = f"nvidia-fabricmanager.service is {state}, so CUDA fails with error 802 (SYSTEM_NOT_READY)"
+            return false(kind, Reason.FABRIC_MANAGER_NOT_RUNNING, f"{what}; run `{ENABLE_FABRIC_MANAGER}`")
 
 
 def _persistence_mode(daemon: Seen[str], grant: Grant, report: FabricReport) -> Condition:
@@ -485,23 +442,14 @@ def _persistence_mode(daemon: Seen[str], grant: Grant, report: FabricReport) -> 
             inferred = unknown(kind, Reason.OBSERVATION_FAILED, why)
         case state:
             first = f"{state.why}; then " if isinstance(state, Broken) else ""
-            inferred = false(
-                kind,
-                Reason.DAEMON_NOT_RUNNING,
-                "nvidia-persistenced.service is not running: unless somebody ran `nvidia-smi -pm 1`, the driver shuts "
-                f"down idle GPUs, and initialises them again for the next user; {first}run `systemctl enable --now "
-                "nvidia-persistenced`",
-            )
+            what = "nvidia-persistenced.service is not running, so the driver shuts down GPUs that nobody uses"
+            what += f"; {first}run `{ENABLE_PERSISTENCE}`"
+            inferred = false(kind, Reason.DAEMON_NOT_RUNNING, what)
     said = {each.gpu: each.persistence for each in report.answers if each.persistence in ("Enabled", "Disabled")}
     off = [gpu for gpu in grant.gpus if said.get(gpu) == "Disabled"]
     if off and inferred.status is not Status.FALSE:
-        return false(
-            kind,
-            Reason.PERSISTENCE_DISABLED,
-            f"{inferred.message}, but {', '.join(off)} {'is' if len(off) == 1 else 'are'} not in persistence mode: the "
-            "driver shuts down idle GPUs; remove --no-persistence-mode from ExecStart= of nvidia-persistenced.service "
-            "(`systemctl edit --full nvidia-persistenced`), then run `systemctl restart nvidia-persistenced`",
-        )
+        what = f"{inferred.message}, but not in persistence mode: {', '.join(off)}; {DOCTOR_KNOWS}"
+        return false(kind, Reason.PERSISTENCE_DISABLED, what)
     if off or not grant.gpus:
         return inferred
     if silent := ", ".join(sorted(set(grant.gpus) - said.keys())):

@@ -21,7 +21,7 @@ from agent.config.settings import Config
 from agent.host.reconcile import MachineOutcome, Reconciler
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Reason, Status, false, true, unknown
-from agent.model.facts import Absent, Driver, Gpu, UserSpace, VendorFacts
+from agent.model.facts import Gpu, VendorFacts
 from agent.model.goal import Grant
 from agent.system.files import System
 from agent.vendors.nvidia.conditions import FIXED, nvidia_conditions
@@ -295,12 +295,9 @@ def test_another_driver_is_blacklisted_by_its_name() -> None:
 
 def test_each_driver_is_blacklisted_on_a_line_of_its_own() -> None:
     gpus = (replace(facts.gpu(0), driver="nouveau"), replace(facts.gpu(1), driver="nova_core"))
-    driver = Driver(Absent("nvidia is not loaded"), UserSpace("550.163.01", ()))
-    messages = [
-        each.message for each in nvidia_conditions(replace(NVIDIA[0], gpus=gpus, driver=driver), Grant("nvidia"))
-    ]
-    lines = "`blacklist nouveau` and, on a line of its own, `blacklist nova_core`"
-    assert any(f"write {lines} into /etc/modprobe.d/" in each for each in messages), messages
+    around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=gpus),))
+    lines = fix(ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER, around)
+    assert [line.split("'")[1] for line in lines[:2]] == ["blacklist nouveau", "blacklist nova_core"]
 
 
 def test_vendors_without_a_gpu_have_no_symptoms_and_no_commands(tmp_path: Path) -> None:

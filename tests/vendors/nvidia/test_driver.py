@@ -178,8 +178,18 @@ def test_adapters_are_read_once(host: Host) -> None:
     ("daemon", "said", "expected", "part"),
     [
         # Ubuntu's unit starts the daemon with --no-persistence-mode.
-        ("active", ("Disabled", "Disabled"), ("False", "PersistenceDisabled"), "remove --no-persistence-mode"),
-        ("active", ("Enabled", "Disabled"), ("False", "PersistenceDisabled"), "but 0000:02:00.0 is not in"),
+        (
+            "active",
+            ("Disabled", "Disabled"),
+            ("False", "PersistenceDisabled"),
+            "but not in persistence mode: 0000:01:00.0, 0000:02:00.0",
+        ),
+        (
+            "active",
+            ("Enabled", "Disabled"),
+            ("False", "PersistenceDisabled"),
+            "but not in persistence mode: 0000:02:00.0;",
+        ),
         (Unseen("no answer"), ("Disabled", "Disabled"), ("False", "PersistenceDisabled"), "0000:01:00.0"),
         ("inactive", ("Disabled", "Disabled"), ("False", "DaemonNotRunning"), "is not running"),
         # Somebody ran `nvidia-smi -pm 1`.

@@ -62,8 +62,6 @@ def test_gpus_that_are_not_registered_are_never_ready(
     assert condition.reason == ("FabricNotRegistered" if status is Status.FALSE else "FabricRegistering")
     assert f"{', '.join(GPUS)}: fabric.state {state}, fabric.status N/A" in condition.message
     assert "not loaded: mlx5_ib, ib_umad" in condition.message
-    assert "`modprobe -a mlx5_ib ib_umad`" in condition.message
-    assert ("`systemctl restart nvidia-fabricmanager`" in condition.message) is isinstance(service, str)
     assert "error 802" in condition.message
 
 
@@ -215,18 +213,9 @@ def test_what_could_not_be_observed_is_no_change(host: Host, unit: Seen[str], st
     assert fabric_cause(observed(host, NONE, started, unit)) is None
 
 
-def test_where_the_host_has_no_unit_none_is_restarted() -> None:
-    """In virtual machines and on trays of a rack, the fabric is managed elsewhere; a driver container has no unit."""
-    absent = ready(said("In Progress"), NO_SWITCH, FabricService(Absent("not found"), 0, MODULES)).message
-    assert "if this host manages the fabric, install" in absent
-    assert "systemctl" not in absent
-    running = ready(said("In Progress"), "running", FabricService("running", 0, MODULES)).message
-    assert "restart the container that runs it" in running
-    assert "systemctl" not in running
-
-
 @pytest.mark.parametrize("modules", [(), MODULES])
 def test_doctor_restarts_no_unit_that_does_not_exist(modules: tuple[str, ...]) -> None:
+    """In virtual machines and on trays of a rack, the fabric is managed elsewhere; a driver container has no unit."""
     kind = ready(()).type
     lines = remedies(kind, "FabricNotRegistered", driver(NO_SWITCH, FabricService(Absent(""), 0, modules)), frozenset())
     (install,) = (line for line in lines if line.startswith("apt install"))

@@ -48,10 +48,7 @@ def test_nova_is_blacklisted_by_the_names_of_its_modules(bound: Host, holders: t
     """Ubuntu 26.04 (beclab/Olares issue 3963): `blacklist NovaCore` did nothing."""
     bind(bound, "NovaCore", "nova_core", holders)
     message, lines = advice(bound)
-    assert message.startswith(
-        "the GPUs have kernel driver NovaCore; write `blacklist nova_core` and, on a line of its own, "
-        "`blacklist nova_drm` into /etc/modprobe.d/blacklist-gpu.conf"
-    )
+    assert message == "the GPUs have kernel driver NovaCore; `unbounded-agent doctor` has the commands"
     assert [line for line in lines if "blacklist " in line] == [
         "echo 'blacklist nova_core' >> /etc/modprobe.d/blacklist-gpu.conf",
         "echo 'blacklist nova_drm' >> /etc/modprobe.d/blacklist-gpu.conf",
@@ -61,15 +58,12 @@ def test_nova_is_blacklisted_by_the_names_of_its_modules(bound: Host, holders: t
 def test_what_would_load_the_module_again_is_blacklisted_too(bound: Host) -> None:
     """modprobe ignores the blacklist for a module that another one needs."""
     bind(bound, "some-driver", "its_module", ("user_of_it",))
-    assert "`blacklist its_module` and, on a line of its own, `blacklist user_of_it`" in advice(bound)[0]
+    assert [line.split("'")[1] for line in advice(bound)[1][:2]] == ["blacklist its_module", "blacklist user_of_it"]
 
 
 def test_a_driver_that_is_built_in_cannot_be_blacklisted(bound: Host) -> None:
     bind(bound, "nouveau")
-    message, lines = advice(bound)
-    assert "blacklist nouveau" not in message
-    assert f"the driver of {FIRST}, {SECOND} is built into the kernel and cannot be blacklisted" in message
-    assert lines == (
+    assert advice(bound)[1] == (
         f"echo nvidia > /sys/bus/pci/devices/{FIRST}/driver_override",
         f"echo {FIRST} > /sys/bus/pci/devices/{FIRST}/driver/unbind",
         f"echo nvidia > /sys/bus/pci/devices/{SECOND}/driver_override",
@@ -80,4 +74,4 @@ def test_a_driver_that_is_built_in_cannot_be_blacklisted(bound: Host) -> None:
 
 def test_a_name_that_sysfs_does_not_show_is_guessed(bound: Host) -> None:
     bound.rebind(FIRST, "some-driver")
-    assert "write `blacklist some_driver` into" in advice(bound)[0]
+    assert "blacklist some_driver" in advice(bound)[1][0]
