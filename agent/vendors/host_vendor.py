@@ -3,7 +3,7 @@
 All functions are pure, except a vendor's `observe` and `driver_for_pods`, which read but never write.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import datetime
 from typing import Any, TypeAlias
 
@@ -11,12 +11,13 @@ from msgspec import Struct, field
 
 from agent.config.settings import DriverSettings, MachineSettings
 from agent.model.conditions import Condition, ConditionType, Reason, false, unknown
-from agent.model.device import DeviceKind
+from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Absent, Broken, CacheEntry, DrmDevice, Gpu, PciDevice, Seen, Unseen, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import FabricAnswer
 from agent.model.text import whole_number
 from agent.system.files import System
+from agent.system.trust import classify_error
 
 
 class Finding(Struct, frozen=True):
@@ -279,6 +280,45 @@ def faulty_gpus(
         message = f"no usable {node} for {', '.join(missing)}; {advice}{problems}"
         faults.append(false(KIND, Reason.NODES_MISSING, message, missing))
     return tuple(faults)
+
+
+# Checks the numbers of device nodes. A node stays when its driver is unloaded, so a driver's numbers count.
+
+
+def usable_number(
+    system: System,
+    path: str,
+    majors: Collection[int],
+    minor: int | None,
+    registered: str,
+    problems: dict[str, str],
+) -> DeviceNumber | None:
+    """Return a node's number; None if the node is missing, or must not be used, which `problems` then says.
+
+    `majors` are those of the driver now, and `registered` is where the kernel lists them; a `minor` of None stands for
+    any. Raises OSError if the node cannot be observed.
+    """
+    try:
+        number = system.device(path)
+    except OSError as error:
+        fact = classify_error(path, error)
+        if isinstance(fact, Unseen):
+            raise
+        if isinstance(fact, Broken):
+            problems[path] = fact.why
+        return None
+    if number is None:
+        why = "not a character device"
+    elif not majors:
+        why = f"its driver is not loaded ({registered})"
+    elif number.major in majors and minor in (None, number.minor):
+        return number
+    else:
+        wanted = " or ".join(f"major {each}" if minor is None else f"{each}:{minor}" for each in sorted(majors))
+        is_now = f"is {number.major}:{number.minor}"
+        why = f"{is_now}, but the driver uses {wanted}; remove the node and create it again"
+    problems[path] = f"{path}: {why}"
+    return None
 
 
 # Parses /proc/devices (proc(5)) and /proc/misc: the device numbers that the kernel's drivers have registered.

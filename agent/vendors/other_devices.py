@@ -6,24 +6,24 @@ docs/hardware/devices.md and docs/security.md. Its tests say if one is missing.
 
 import posixpath
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from fnmatch import fnmatchcase
 
 from msgspec import Struct
 
 from agent.config.settings import MachineSettings
-from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.facts import Broken, DeviceNode, Gpu, Unseen, VendorFacts
+from agent.model.device import DeviceKind
+from agent.model.facts import DeviceNode, Gpu, Unseen, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import OTHER_DEVICES
-from agent.system.files import System
 from agent.system.trust import classify_error, entries_if_present
-from agent.vendors.host_vendor import PROC_DEVICES, HostVendor, Sources, names_by_major, parse_misc
+from agent.vendors.host_vendor import PROC_DEVICES, HostVendor, Sources, names_by_major, parse_misc, usable_number
 
 # Fixed numbers are from include/linux/miscdevice.h. All others are from /proc/misc or /proc/devices (proc(5)).
 PROC_MISC = "/proc/misc"
 MISC_MAJOR = 10
 """Major of the kernel's miscellaneous devices (include/uapi/linux/major.h)."""
+ANY_MAJOR = range(1 << 12)
 GPU_DRIVERS = ("nvidia*", "drm", "kfd")
 """Patterns (fnmatch) of GPU drivers' names in /proc/devices. Nodes of these drivers cannot be requested by path."""
 
@@ -85,60 +85,40 @@ def observe_others(sources: Sources) -> VendorFacts:
     try:
         registered = names_by_major(system.read_text(PROC_DEVICES))
         misc = parse_misc(system.read_text(PROC_MISC)) if system.exists(PROC_MISC) else {}
-        candidates: list[tuple[str, Rule | None]] = [
+        candidates = [
             (f"{rule.directory}/{name}", rule)
             for rule in RULES
             if rule.kind in kinds
             for name in entries_if_present(system, rule.directory)
             if re.fullmatch(rule.pattern, name)
         ]
-        for path, rule in (*candidates, *((path, None) for path in sorted(paths))):
-            number = _number(system, path, problems) if path not in nodes else None
-            if number is None:
-                continue
-            if why := _mismatch(number, rule, registered.get(number.major, set()), misc):
+        for path, rule in candidates:
+            majors, minor, where = _numbers(rule, registered, misc)
+            if number := usable_number(system, path, majors, minor, where, problems):
+                nodes[path] = DeviceNode(path, rule.kind, number)
+        for path in sorted(paths - nodes.keys()):
+            number = usable_number(system, path, ANY_MAJOR, None, "", problems)
+            drivers = sorted(registered.get(number.major, ())) if number else []
+            gpus = [driver for driver in drivers if any(fnmatchcase(driver, pattern) for pattern in GPU_DRIVERS)]
+            if gpus:
+                why = f"belongs to driver {gpus[0]}; use `gpus` or `devices` for this driver's devices"
                 problems[path] = f"{path}: {why}"
-            else:
-                nodes[path] = DeviceNode(path, rule.kind if rule else DeviceKind.EXTRA, number)
+            elif number:
+                nodes[path] = DeviceNode(path, DeviceKind.EXTRA, number)
     except OSError as error:
         return VendorFacts(OTHER_DEVICES, devices=Unseen(classify_error(error.filename or PROC_DEVICES, error).why))
     return VendorFacts(OTHER_DEVICES, devices=tuple(sorted(nodes.values())), node_problems=problems)
 
 
-def _number(system: System, path: str, problems: dict[str, str]) -> DeviceNumber | None:
-    """Return the number of a node; None if it is missing, or must not be used. Raises OSError if that is unknown."""
-    try:
-        number = system.device(path)
-    except OSError as error:
-        fact = classify_error(path, error)
-        if isinstance(fact, Unseen):
-            raise
-        if isinstance(fact, Broken):
-            problems[path] = fact.why
-        return None
-    if number is None:
-        problems[path] = f"{path}: not a character device"
-    return number
-
-
-def _mismatch(number: DeviceNumber, rule: Rule | None, drivers: Set[str], misc: Mapping[str, int]) -> str:
-    """Return why a node with this number, whose major these drivers have, must not be used; empty if it may be.
-
-    A node without a rule is one whose path the settings name.
-    """
-    is_now = f"is {number.major}:{number.minor}"
-    if rule is None:
-        for driver in sorted(drivers):
-            if any(fnmatchcase(driver, pattern) for pattern in GPU_DRIVERS):
-                return f"belongs to driver {driver}; use `gpus` or `devices` for this driver's devices"
-        return ""
+def _numbers(
+    rule: Rule, registered: Mapping[int, Set[str]], misc: Mapping[str, int]
+) -> tuple[Collection[int], int | None, str]:
+    """Return the majors, the minor (None for any), and where they are listed, of a rule's nodes."""
     if rule.registered:
-        why = f"{is_now}, but {PROC_DEVICES} has no {rule.registered} with that major"
-        return "" if rule.registered in drivers else why
+        majors = [major for major, names in registered.items() if rule.registered in names]
+        return majors, None, f"{rule.registered} is not in {PROC_DEVICES}"
     minor = misc.get(rule.misc) if rule.misc else rule.minor
-    if minor is None:
-        return f"its driver is not loaded ({rule.misc} is not in {PROC_MISC})"
-    return "" if (number.major, number.minor) == (MISC_MAJOR, minor) else f"{is_now}, not {MISC_MAJOR}:{minor}"
+    return () if minor is None else (MISC_MAJOR,), minor, f"{rule.misc} is not in {PROC_MISC}"
 
 
 def grant_others(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]) -> Grant:

@@ -22,6 +22,7 @@ from agent.vendors.host_vendor import (
     faulty_gpus,
     parse_majors,
     unusable,
+    usable_number,
 )
 
 
@@ -131,18 +132,10 @@ def _nodes(
     try:
         majors = parse_majors(sources.system.read_text(PROC_DEVICES))
         for path, kind, registered, address in wanted:
-            try:
-                number = sources.system.device(path)
-            except FileNotFoundError:
-                # The kernel has not made the node yet, or the driver has no such node.
-                continue
-            major = majors.get(registered)
-            if number is None:
-                problems[path] = f"{path}: not a character device"
-            elif number.major != major:
-                has = f"major {major}" if major is not None else "no major"
-                problems[path] = f"{path}: is {number.major}:{number.minor}, but its driver has {has} in {PROC_DEVICES}"
-            else:
+            found = {majors[registered]} if registered in majors else ()
+            where = f"{registered} is not in {PROC_DEVICES}"
+            # If it is missing, the kernel has not made the node yet, or the driver has no such node.
+            if number := usable_number(sources.system, path, found, None, where, problems):
                 nodes.append(DeviceNode(path, kind, number, address))
     except OSError as error:
         return Unseen(classify_error(error.filename or PROC_DEVICES, error).why)

@@ -26,7 +26,7 @@ from agent.system.deadlines import read_device_text, read_device_texts
 from agent.system.devices import DRI
 from agent.system.files import System
 from agent.system.trust import classify_error, entries_if_present, read_seen
-from agent.vendors.host_vendor import PROC_DEVICES, GpuError, Sources, parse_majors
+from agent.vendors.host_vendor import PROC_DEVICES, GpuError, Sources, parse_majors, usable_number
 from agent.vendors.nvidia.contract import DIRECTORIES, Instance, parse_instance
 
 VENDOR_ID = 0x10DE
@@ -362,23 +362,9 @@ class _NodeChecker:
                 yield IncompletePartition(gpu.pci_address, f"MIG instance {each} of {gpu.pci_address} {why}")
 
     def _number(self, path: str, rule: Rule, minor: int | None = None) -> DeviceNumber | None:
-        """Return the node's number; None if the node was removed or must not be used, which `problems` then says."""
-        try:
-            number = self._system.device(path)
-        except FileNotFoundError:
-            return None
         major = rule.major(self._majors)
-        if number is None:
-            self.problems[path] = f"{path}: not a character device"
-        elif major is None:
-            self.problems[path] = f"{path}: its driver is not loaded ({rule.registered[0]} is not in {PROC_DEVICES})"
-        elif number.major == major and minor in (None, number.minor):
-            return number
-        else:
-            wanted = f"{major}:{minor}" if minor is not None else f"major {major}"
-            what = f"is {number.major}:{number.minor}, but the driver uses {wanted}"
-            self.problems[path] = f"{path}: {what}; remove the node and create it again"
-        return None
+        majors, where = () if major is None else (major,), f"{rule.registered[0]} is not in {PROC_DEVICES}"
+        return usable_number(self._system, path, majors, minor, where, self.problems)
 
 
 def _missing_part(instance: Instance, minor: int | None) -> str:

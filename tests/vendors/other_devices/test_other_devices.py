@@ -106,10 +106,10 @@ def test_nothing_is_observed_unless_configured(host: Host) -> None:
 @pytest.mark.parametrize(
     ("path", "number", "expected"),
     [
-        ("/dev/kvm", (10, 5), "is 10:5, not 10:232"),
-        ("/dev/kvm", (195, 232), "is 195:232, not 10:232"),
-        ("/dev/gdrdrv", (195, 0), "/proc/devices has no gdrdrv with that major"),
-        ("/dev/infiniband/rdma_cm", (10, 5), "is 10:5, not 10:122"),
+        ("/dev/kvm", (10, 5), "is 10:5, but the driver uses 10:232"),
+        ("/dev/kvm", (195, 232), "is 195:232, but the driver uses 10:232"),
+        ("/dev/gdrdrv", (195, 0), "is 195:0, but the driver uses major 236"),
+        ("/dev/infiniband/rdma_cm", (10, 5), "is 10:5, but the driver uses 10:122"),
     ],
 )
 def test_a_node_with_another_drivers_number_is_refused(
