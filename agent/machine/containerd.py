@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 from agent.machine import containerd_tables
@@ -37,7 +37,7 @@ from agent.model.text import dotted, one_line, sha256, whole_number
 from agent.system.files import System
 from agent.system.kubelet_identity import other_runtime, program_with_kubelet
 from agent.vendors.cdi import without_groups
-from agent.vendors.machine_vendor import EDIT_LIMIT, MachineVendor, RuntimeHandler
+from agent.vendors.machine_vendor import MachineVendor, RuntimeHandler
 
 EFFECTIVE_NOTE = "containerd-effective"
 """Name of the note with what other steps need of the effective configuration: its directories of CDI specifications, of
@@ -195,12 +195,9 @@ def argument(command_line: bytes, name: str) -> str:
 
 DUMP_MIGRATES = (2, 0, 6)
 """The first containerd 2 whose `config dump` prints the configuration that the daemon uses (see effective_config)."""
-TOKENS = re.compile(
-    r"""\"{3}(?:\\.|[^\\])*?\"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|\#[^\n]*"""
-    r"|(?P<line>^[ \t]*\[)|(?P<open>[\[{])|(?P<close>[\]}])",
-    re.DOTALL | re.MULTILINE,
-)
-"""Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A multi-line string may end in five quotation marks."""
+IMPORTS = re.compile(r"^[ \t]*imports[ \t]*=[ \t]*\[", re.MULTILINE)
+ENDS = 8
+"""How many brackets after IMPORTS may be the end of the list. Others are in comments and patterns."""
 SAME_IN_GO = r"([^\[\]\\]|\[([A-Za-z0-9_.]|[A-Za-z0-9]-[A-Za-z0-9])+\])*"
 """Matches the patterns that mean the same to fnmatch and to Go's filepath.Match, which negates with `[^` instead of
 `[!`, and has backslashes as escapes."""
@@ -256,39 +253,17 @@ def with_import(text: bytes, pattern: str) -> bytes:
     # Raises DocumentError if `imports` is not a list.
     imports(MAIN, document)
     document["imports"] = [*document["imports"], pattern]
-    # Top-level keys come before the first table. tomlkit must not parse the rest: it rejects some orders of tables that
-    # containerd accepts.
-    head = _before_tables(text.decode())
-    why = f"{len(head)} characters precede its first table, but the agent edits at most {EDIT_LIMIT}"
-    if len(head) <= EDIT_LIMIT:
-        import tomlkit
-
-        try:
-            listing = tomlkit.parse(head)
-            listed: Any = listing["imports"]
-            listed.append(pattern)
-            edited = tomlkit.dumps(listing).encode() + text.removeprefix(head.encode())
-            if parse(MAIN, edited) == document:
-                return edited
-            why = "the edit would change more than its imports"
-        # Any exception: tomlkit raises exceptions of its own, and a file that containerd reads must stay intact.
-        except Exception as error:
-            why = str(error)
-    raise DocumentError(f"{MAIN}: cannot be edited: {why}", f'add "{pattern}" to its list `imports`')
-
-
-def _before_tables(text: str) -> str:
-    """Return the text before the header of the first table.
-
-    A header is a line that begins with a bracket, outside lists and strings. The text must be valid TOML, in which
-    every string and list ends. The search takes linear time, whatever the text contains.
-    """
-    depth = 0
-    for token in TOKENS.finditer(text):
-        if token.lastgroup == "line" and not depth:
-            return text[: token.start()]
-        depth += {"line": 1, "open": 1, "close": -1}.get(token.lastgroup or "", 0)
-    return text
+    # Not by tomlkit, which rejects some orders of tables that containerd accepts. What is parsed decides.
+    whole = text.decode()
+    begin = found.end() if (found := IMPORTS.search(whole)) else len(whole)
+    for end in islice((each.start() for each in re.finditer("]", whole[begin:])), ENDS):
+        for separator in ("", ", "):
+            place = begin + end
+            edited = f'{whole[:place]}{separator}"{pattern}"{whole[place:]}'.encode()
+            with contextlib.suppress(DocumentError):
+                if parse(MAIN, edited) == document:
+                    return edited
+    raise DocumentError(f"{MAIN}: its imports cannot be edited", f'add "{pattern}" to its list `imports`')
 
 
 def put(system: System, files: Mapping[str, bytes | None]) -> None:
