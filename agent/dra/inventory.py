@@ -130,8 +130,9 @@ def _device(vendor: str, source: AllocatableDevice, state: GpuStatus | None, fac
 
 DRA_VENDORS = {each.name: each for each in (NVIDIA, AMD, INTEL)}
 GPU_STATES = f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}"
-RETRY = 60.0
-"""Seconds after which a vendor's tool that has failed is run again."""
+RETRY = 120.0
+"""Seconds after which a vendor's tool whose answer was not complete is run again: for one dead GPU, it may have to run
+once for each of them."""
 REFRESH = 3600.0
 """Seconds after which a vendor's tool is run again although its last answer was complete: turning ECC on or off changes
 a GPU's memory, and even a complete answer may lack an optional attribute."""
@@ -154,8 +155,6 @@ class Inventory:
         """By device and driver version."""
         self._asked: dict[str, float] = {}
         """By vendor, when the tool was last run, by time.monotonic()."""
-        self._asked_for_all: dict[str, float] = {}
-        """By vendor, when the tool was last run for all devices, and not only for those with incomplete facts."""
         self._failed: dict[str, str] = {}
         """By vendor, why the tool failed when it was last run."""
         self._allowed: frozenset[str] = frozenset()
@@ -198,63 +197,47 @@ class Inventory:
         """
         with self._lock:
             vendors, before = self.vendors, self._all()
-        for each in (vendor for vendor in vendors if vendor.devices):
-            if devices := self._due(each):
-                self._ask(each, devices)
+        for each in vendors:
+            if each.devices and self._is_due(each):
+                self._ask(each)
         return self.all_devices() != before
 
-    def _due(self, listed: AllocatableVendor) -> tuple[AllocatableDevice, ...]:
-        """Return the vendor's devices whose facts are unknown or may be outdated.
+    def _is_due(self, listed: AllocatableVendor) -> bool:
+        """Return whether facts about a vendor's devices are unknown, as those about a new one, or may be outdated."""
+        known = [self._facts.get((each, listed.driver_version)) for each in listed.devices]
+        pause = REFRESH if all(facts and facts.complete for facts in known) else RETRY
+        return None in known or time.monotonic() - self._asked.get(listed.vendor, -math.inf) >= pause
 
-        REFRESH seconds after the tool ran for all devices, these are all. Otherwise they are those with missing or
-        incomplete facts, if one is new, or RETRY seconds after the tool last ran: while a GPU is dead, the tool may
-        have to run once for each device.
-        """
-        now, known = time.monotonic(), [self._facts.get((each, listed.driver_version)) for each in listed.devices]
-        if now - self._asked_for_all.get(listed.vendor, -math.inf) >= REFRESH:
-            return listed.devices
-        # None in `known` stands for a new device: run the tool for it now, and not only after RETRY seconds.
-        if None in known or now - self._asked[listed.vendor] >= RETRY:
-            found = zip(listed.devices, known, strict=True)
-            return tuple(device for device, facts in found if facts is None or not facts.complete)
-        return ()
-
-    def _ask(self, listed: AllocatableVendor, devices: tuple[AllocatableDevice, ...]) -> None:
-        """Run one vendor's tool for `devices`, and keep what it says about them. `listed` has all of its devices."""
+    def _ask(self, listed: AllocatableVendor) -> None:
+        """Run one vendor's tool, and keep what it says about the devices."""
         vendor = DRA_VENDORS.get(listed.vendor)
-        new_facts: Mapping[AllocatableDevice, DeviceFacts] = {}
-        why = ""
+        found: Mapping[AllocatableDevice, DeviceFacts] = {}
+        why, missing = "", list[str]()
         try:
-            new_facts = vendor.read_facts(self._system, devices, listed.driver_version) if vendor is not None else {}
+            found = vendor.read_facts(self._system, listed.devices, listed.driver_version) if vendor is not None else {}
         except (AgentError, OSError) as error:
             why = f": {error}"
         self._asked[listed.vendor] = time.monotonic()
-        if devices == listed.devices:
-            self._asked_for_all[listed.vendor] = self._asked[listed.vendor]
         with self._lock:
-            for device in devices:
-                key = (device, listed.driver_version)
-                new = new_facts.get(device, DeviceFacts(complete=vendor is None))
+            for device in listed.devices:
+                new = found.get(device, DeviceFacts(complete=vendor is None))
                 # A fact from an earlier attempt stays if the new attempt did not find it.
+                key = (device, listed.driver_version)
                 old = self._facts.get(key, DeviceFacts(complete=False))
+                complete = old.complete or new.complete
                 self._facts[key] = DeviceFacts(
-                    {**old.attributes, **new.attributes},
-                    {**old.capacity, **new.capacity},
-                    old.complete or new.complete,
+                    {**old.attributes, **new.attributes}, {**old.capacity, **new.capacity}, complete
                 )
-            # A device without facts has left while the tool ran, and its facts were forgotten.
-            known = ((device, self._facts.get((device, listed.driver_version))) for device in listed.devices)
-            missing = [device for device, facts in known if facts and not facts.complete]
+                missing += [] if complete else [device.pci_address]
             self._forget()
-        if missing:
-            names = ", ".join(dict.fromkeys(device.pci_address for device in missing))
-            unknown = f"attributes of {names} are unknown, so the node's ResourceSlices lack them"
-            problem = f"{listed.vendor}: {unknown}{why}"
-            if self._failed.get(listed.vendor) != problem:
-                log.warning("%s", problem)
-            self._failed[listed.vendor] = problem
-        else:
+        if not missing:
             self._failed.pop(listed.vendor, None)
+            return
+        names = ", ".join(dict.fromkeys(missing))
+        problem = f"{listed.vendor}: attributes of {names} are unknown, so the node's ResourceSlices lack them{why}"
+        if self._failed.get(listed.vendor) != problem:
+            log.warning("%s", problem)
+        self._failed[listed.vendor] = problem
 
     def _all(self) -> dict[str, Device]:
         return make_devices(self.vendors, self._states, self._facts)

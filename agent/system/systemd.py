@@ -1,15 +1,15 @@
 """Calls to PID 1 on the system bus, org.freedesktop.systemd1(5).
 
-A `path` is that of a unit's object on the bus (ListedUnit.path). Any function may raise BusError, including when a
-value does not have the documented type: systemd promises that these types do not change. Only `list_units` returns
-Unseen for an entry of an unexpected type, so that the other units remain known.
+A `path` is that of a unit's object on the bus (ListedUnit.path). Any function may raise BusError, also if an
+answer does not have the documented type: systemd promises that these types do not change.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from agent.model.errors import BusAnswerError
-from agent.model.facts import DeviceAllow, Unseen
+from agent.model.facts import DeviceAllow
 from agent.system.files import System
 
 T = TypeVar("T", str, bool, int, list[object])
@@ -43,52 +43,43 @@ class ListedUnit(NamedTuple):
     """Whether the unit has a job that starts it (STARTS)."""
 
 
-def list_units(names: Sequence[str], system: System) -> list[ListedUnit | Unseen]:
-    """Return the state of each unit, in the order of `names`; Unseen if the entry of a unit cannot be understood."""
+@contextmanager
+def _documented(what: str) -> Iterator[None]:
+    """Raise BusAnswerError where an answer does not have the documented type."""
+    try:
+        yield
+    except (TypeError, ValueError, IndexError) as error:
+        raise BusAnswerError(f"{what}: unexpected answer: {error}") from error
+
+
+def list_units(names: Sequence[str], system: System) -> list[ListedUnit]:
+    """Return the state of each unit, in the order of `names`."""
     method = f"{SYSTEMD_MANAGER}.ListUnitsByNames"
-    match system.call(SYSTEMD, SYSTEMD_OBJECT, method, list(names), signature="as"):
-        case ([*entries],) if len(entries) == len(names):
-            # Matched by position, because the answer has canonical names instead of aliases.
-            return [_listed(name, entry) for name, entry in zip(names, entries, strict=True)]
-        case _:
-            raise BusAnswerError(f"{method}: the answer does not have the {len(names)} units asked for")
-
-
-def _listed(name: str, entry: object) -> ListedUnit | Unseen:
-    """Return the unit in an entry of the list.
-
-    An entry has name, description, LoadState, ActiveState, SubState, followed unit and path, and its job's id, type and
-    path (ssssssouso). The job's type is empty without a job.
-    """
-    match entry:
-        case (str(), str(), str(load), str(active), str(sub), str(), str(path), int(), str(job), *_):
-            return ListedUnit(load, active, path, sub in RESTARTS, job in STARTS)
-        case _:
-            return Unseen(f"ListUnitsByNames: unexpected entry for {name}: {repr(entry)[:200]}")
+    with _documented(method):
+        (entries,) = cast(Any, system.call(SYSTEMD, SYSTEMD_OBJECT, method, list(names), signature="as"))
+        # An entry has name, description, LoadState, ActiveState, SubState, followed unit and path, and its job's id,
+        # type and path. It has no alias, so units are known by their position. Without a job, its type is empty.
+        return [
+            ListedUnit(load, active, path, sub in RESTARTS, job in STARTS)
+            for _, (_, _, load, active, sub, _, path, _, job, *_) in zip(names, entries, strict=True)
+        ]
 
 
 def get(path: str, name: str, kind: type[T], system: System) -> T:
     """Return a property such as `Unit.NeedDaemonReload` of the object at a path (org.freedesktop.systemd1(5))."""
     interface, _, member = name.rpartition(".")
-    match system.call(SYSTEMD, path, GET, f"{SYSTEMD}.{interface}", member):
-        case ((str(), value),) if type(value) is kind:
-            return value
-        case ((str(), value),):
-            raise BusAnswerError(f"{member} of {path}: {value!r} is not of type {kind.__name__}")
-        case answer:
-            raise BusAnswerError(f"{member} of {path}: unexpected answer {answer!r}")
+    with _documented(f"{member} of {path}"):
+        ((_, value),) = cast(Any, system.call(SYSTEMD, path, GET, f"{SYSTEMD}.{interface}", member))
+        if not isinstance(value, kind):
+            raise TypeError(repr(value))
+        return value
 
 
 def device_allow(path: str, system: System) -> tuple[DeviceAllow, ...]:
     """Return the unit's DeviceAllow entries in force, as systemd lists them: the last one in the unit's files first."""
-    allowed = []
-    for entry in get(path, "Service.DeviceAllow", list, system):
-        match entry:
-            case (str(node), str(permissions)):
-                allowed.append(DeviceAllow(node, permissions))
-            case _:
-                raise BusAnswerError(f"DeviceAllow of {path}: unexpected entry {entry!r}")
-    return tuple(allowed)
+    entries: list[Any] = get(path, "Service.DeviceAllow", list, system)
+    with _documented(f"DeviceAllow of {path}"):
+        return tuple(DeviceAllow(node, permissions) for node, permissions in entries)
 
 
 def set_device_allow(unit: str, allow: Iterable[DeviceAllow], system: System) -> None:
@@ -107,12 +98,8 @@ def set_device_allow(unit: str, allow: Iterable[DeviceAllow], system: System) ->
 def queue_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
     """Start or stop a unit without waiting. Return the path of the job's object, for `is_queued`."""
     # With "fail", the job does not replace the jobs of the host's shutdown.
-    answer = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
-    match answer:
-        case (str(job),):
-            return job
-        case _:
-            raise BusAnswerError(f"{verb} {unit}: unexpected answer {answer!r}")
+    (job,) = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
+    return str(job)
 
 
 def is_queued(job: str, system: System) -> bool:

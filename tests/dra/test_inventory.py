@@ -21,7 +21,7 @@ from agent.model.contract import AllocatableDevice, AllocatableVendor, Effect, G
 from agent.model.paths import ALLOCATABLE
 from agent.system.process import Completed
 from agent.vendors.dra_vendor import Attribute, DeviceFacts, Version, semantic_version
-from tests.fakes.dra_machine import GPUS, MEMORY, SMI_LINE, DraMachine, healthy, whole
+from tests.fakes.dra_machine import GPUS, DraMachine, healthy, whole
 
 GPU = "0000:01:00.0"
 WHOLE = AllocatableDevice(GPU, ("vendor.com/gpu=GPU-1",))
@@ -277,61 +277,6 @@ def test_a_tool_that_fails_costs_the_attributes_and_is_run_again_later(
     inventory.read_facts()
     assert inventory.devices()["gpu-0000-01-00-0"].attributes["driverVersion"] == Version("550.163.1")
     assert inventory.problems == ()
-
-
-def test_only_what_is_unknown_is_looked_up_again(
-    machine: DraMachine, inventory: Inventory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dead GPU makes each query of all GPUs fail. The other seven must not be queried one by one each minute."""
-
-    def answer(argv: tuple[str, ...], timeout: float) -> Completed:
-        if argv[1].startswith("--query") or f"--id={GPUS[0]}" in argv:
-            machine.calls.append(argv)
-            return Completed(15, b"Unable to determine the device handle for GPU0: GPU is lost.", b"")
-        if argv[1].startswith("--id="):
-            machine.calls.append(argv)
-            return Completed(0, SMI_LINE.format(bus=argv[1][10:12], memory=MEMORY).encode(), b"")
-        return machine.answer(argv, timeout)
-
-    machine.program_runner = answer
-    monkeypatch.setattr(module, "RETRY", 0.0)
-    machine.grant(*GPUS)
-    look_up(inventory)
-    first = len(machine.calls)
-    inventory.read_facts()
-    assert sum(argv[1].startswith("--id=") for argv in machine.calls[:first]) == len(GPUS)
-    assert [argv[1] for argv in machine.calls[first:] if argv[1].startswith("--id=")] == [f"--id={GPUS[0]}"]
-    assert GPUS[0] in inventory.problems[0]
-    machine.program_runner = machine.answer
-    inventory.read_facts()
-    assert inventory.devices()["gpu-0000-01-00-0"].attributes["uuid"] == "GPU-01"
-    assert inventory.problems == ()
-
-
-def test_a_gpu_may_leave_while_another_one_is_looked_up_again(
-    machine: DraMachine, inventory: Inventory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A claim reads the documents meanwhile, and the facts of the GPU that left are forgotten."""
-
-    def answer(argv: tuple[str, ...], timeout: float) -> Completed:
-        if argv[1].startswith("--query") or f"--id={GPUS[0]}" in argv:
-            machine.grant(GPUS[0], *left)
-            inventory.devices()
-            return Completed(15, b"Unable to determine the device handle for GPU0: GPU is lost.", b"")
-        if argv[1] == f"--id={GPUS[1]}":
-            return Completed(0, SMI_LINE.format(bus="02", memory=MEMORY).encode(), b"")
-        return machine.answer(argv, timeout)
-
-    left = [GPUS[1]]
-    machine.program_runner = answer
-    monkeypatch.setattr(module, "RETRY", 0.0)
-    machine.grant(*GPUS[:2])
-    look_up(inventory)
-    left.clear()
-    inventory.read_facts()
-    assert list(inventory.devices()) == ["gpu-0000-01-00-0"]
-    assert GPUS[0] in inventory.problems[0]
-    assert GPUS[1] not in inventory.problems[0]
 
 
 def test_facts_that_are_found_one_after_the_other_are_all_kept(

@@ -244,7 +244,7 @@ def ask(path: Path, method: str, *claims: ClaimReference) -> Any:  # noqa: ANN40
 def register(kubelet: Path, accept: bool = True, error: str = "") -> Path:
     """Do what the kubelet does when it finds the socket, and return the driver's endpoint."""
     path = sockets(kubelet)[0]
-    info = read("PluginInfo", call(path, "/pluginregistration.Registration/GetInfo", make("InfoRequest")))
+    info = read("PluginInfo", call(path, "/pluginregistration.Registration/GetInfo", b""))
     assert (info.type, info.name) == ("DRAPlugin", DRA_DRIVER)
     assert info.supported_versions[0] == "v1.DRAPlugin"
     assert {f"/{each}/NodeWatchResources" for each in info.supported_versions[1:]} == set(METHODS)

@@ -105,9 +105,7 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
         return {name: Unit(Unseen(str(error))) for name in names}
 
 
-def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
-    if isinstance(listed, Unseen):
-        return Unit(listed)
+def _unit(name: str, listed: systemd.ListedUnit) -> Unit:
     state: Seen[str]
     masked = listed.load_state == "masked"
     # A unit whose file was removed or masked may still run, so ActiveState is checked first.
