@@ -23,15 +23,15 @@ from h2.settings import SettingCodes, Settings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from agent.dra.grpc_server import Call, Code, Connection, ConnectionLostError, Limits, RpcError, Server, with_prefix
+from agent.dra.grpc_server import Call, Code, Connection, ConnectionLostError, Limits, RpcError, with_prefix
 from tests.fakes import grpc_process
 from tests.fakes.grpc_process import ECHO
-from tests.fakes.grpc_serving import HELD, LIMITS, LONG, METHODS, asking, connected, memory, serving
+from tests.fakes.grpc_serving import HELD, LIMITS, LONG, METHODS, Serving, asking, connected, memory, serving
 from tests.fakes.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server() -> Iterator[Serving]:
     with serving(LIMITS) as running:
         yield running
 
@@ -44,11 +44,11 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 @pytest.fixture(autouse=True)
-def still_serves(server: Server) -> Iterator[None]:
+def still_serves(server: Serving) -> Iterator[None]:
     """Check after each test that the server has no connection left, and still serves new clients."""
     yield
     wait_for(lambda: not server.peers, LONG)
-    with grpc.insecure_channel(f"unix:{server._listener.path}") as channel:
+    with grpc.insecure_channel(f"unix:{server.path}") as channel:
         assert channel.unary_unary(ECHO)(b"x", timeout=LONG) == b"x"
 
 
@@ -90,14 +90,14 @@ def read_all(client: socket.socket) -> bytes:
     ],
     ids=lambda sent: f"{len(sent)}",
 )
-def test_what_is_not_http2_ends_the_connection(server: Server, sent: bytes) -> None:
+def test_what_is_not_http2_ends_the_connection(server: Serving, sent: bytes) -> None:
     with connected(server) as client:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             client.sendall(sent)
         read_all(client)
 
 
-def test_a_header_bomb_ends_the_connection(server: Server) -> None:
+def test_a_header_bomb_ends_the_connection(server: Serving) -> None:
     """A few bytes that become megabytes: an entry of HPACK's table, repeated (CVE-2016-6581)."""
     literal = b"\x40\x01a\x7f\xa1\x1e" + b"b" * 4000
     with connected(server) as client:
@@ -108,7 +108,7 @@ def test_a_header_bomb_ends_the_connection(server: Server) -> None:
     assert found.partition(goaway[3:9])[2][4:8] == goaway[13:17], "refused for another reason"
 
 
-def test_a_silent_client_is_sent_away(server: Server) -> None:
+def test_a_silent_client_is_sent_away(server: Serving) -> None:
     with connected(server) as client:
         assert read_all(client).startswith(b"\x00\x00"), "settings, then the end"
     with connected(server) as client:
@@ -124,7 +124,7 @@ def test_the_connection_that_was_idle_longest_makes_room(caplog: pytest.LogCaptu
         clients = [stack.enter_context(connected(server)) for _ in range(LIMITS.connections)]
         clients[0].sendall(asking("/test.Example/Slow")[1])
         wait_for(lambda: any(connection.calls for connection in server.peers), LONG)
-        with grpc.insecure_channel(f"unix:{server._listener.path}") as channel:
+        with grpc.insecure_channel(f"unix:{server.path}") as channel:
             assert channel.unary_unary(ECHO)(b"x", timeout=LONG) == b"x"
             read_all(clients[1])
             for each in (clients[0], *clients[2:]):
@@ -144,7 +144,7 @@ def test_the_connection_that_was_idle_longest_makes_room(caplog: pytest.LogCaptu
 
 
 def test_a_connection_that_cannot_be_accepted_is_logged_once(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It still waits, and is tried again ten times a second."""
     attempts: list[socket.socket] = []
@@ -175,7 +175,7 @@ def test_a_client_that_never_reads_is_sent_away(limits: Limits) -> None:
         wait_for(lambda: not server.peers, LONG)
 
 
-def test_calls_that_are_reset_at_once_leave_nothing(server: Server) -> None:
+def test_calls_that_are_reset_at_once_leave_nothing(server: Serving) -> None:
     """CVE-2023-44487."""
     before = threading.active_count()
     http2 = H2Connection(H2Configuration(client_side=True))

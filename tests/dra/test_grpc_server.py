@@ -12,7 +12,7 @@ import pytest
 
 from agent.dra.grpc_server import Code, Limits, Method, RpcError, Server, Streaming
 from agent.model.errors import AgentError
-from tests.fakes.grpc_serving import serve
+from tests.fakes.grpc_serving import Serving
 from tests.fakes.waiting import wait_for
 
 LONG = 300.0
@@ -57,7 +57,7 @@ def path() -> Iterator[str]:
 
 @pytest.fixture
 def server(path: str, example: Example) -> Iterator[Server]:
-    running = serve(path, example.methods)
+    running = Serving(path, example.methods)
     yield running
     running.stop(0.1)
 
@@ -105,7 +105,7 @@ def test_calls_run_at_the_same_time(channel: grpc.Channel, example: Example) -> 
 
 
 def test_too_many_calls_are_refused(path: str, example: Example) -> None:
-    server = serve(path, example.methods, Limits(calls=2))
+    server = Serving(path, example.methods, Limits(calls=2))
     with grpc.insecure_channel(f"unix:{path}") as channel:
         waiting = [channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG) for _ in range(2)]
         wait_for(lambda: len(server.running) == 2)
@@ -118,7 +118,7 @@ def test_too_many_calls_are_refused(path: str, example: Example) -> None:
 
 def test_streams_block_no_calls(path: str, example: Example) -> None:
     """A client may open streams and leave them open; claims must still be prepared."""
-    server = serve(path, example.methods, Limits(streams=2, calls=2))
+    server = Serving(path, example.methods, Limits(streams=2, calls=2))
     with grpc.insecure_channel(f"unix:{path}") as channel:
         open_stream = channel.unary_stream("/test.Example/Watch")
         streams = [open_stream(b"", timeout=LONG) for _ in range(2)]
@@ -208,10 +208,10 @@ def test_a_stopped_server_does_not_wait_for_ever(channel: grpc.Channel, server: 
 
 def test_a_new_server_replaces_a_stale_socket(path: str, example: Example) -> None:
     """As after kill -9; a client connects again by itself."""
-    first = serve(path, example.methods)
+    first = Serving(path, example.methods)
     with grpc.insecure_channel(f"unix:{path}") as channel:
         assert call(channel, "Echo", b"1") == b"1"
-        second = serve(path, example.methods)
+        second = Serving(path, example.methods)
         assert not first.healthy
         first.stop()
         assert second.healthy, "the first one has removed the second one's socket"
@@ -222,7 +222,7 @@ def test_a_new_server_replaces_a_stale_socket(path: str, example: Example) -> No
 def test_what_cannot_be_a_socket_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(AgentError, match=r"cannot listen: .*check that .*file is a directory"):
-        serve(str(tmp_path / "file" / "sock"), {})
+        Serving(str(tmp_path / "file" / "sock"), {})
 
 
 def test_sockets_are_for_root_only(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_sockets_are_for_root_only(tmp_path: Path) -> None:
     path = tmp_path / ("long" * 30) / "test.sock"
     before = os.umask(0)
     try:
-        server = serve(str(path), {})
+        server = Serving(str(path), {})
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -248,6 +248,6 @@ def test_a_server_without_a_thread_is_an_error_with_advice(tmp_path: Path, monke
     monkeypatch.setattr(threading.Thread, "start", start)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(AgentError, match=r"cannot serve .*test.sock: can't start new thread .*TasksMax"):
-        serve(f"{tmp_path}/test.sock", {})
+        Serving(f"{tmp_path}/test.sock", {})
     assert os.listdir(tmp_path) == []
     assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -34,7 +34,7 @@ from agent.dra.kubelet import (
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
 from tests.fakes.dra_node import GPUS, NODE, claim, reference
-from tests.fakes.grpc_serving import memory, serve, this_process
+from tests.fakes.grpc_serving import Serving, memory, this_process
 from tests.fakes.kubelet_api import make, read
 from tests.fakes.waiting import wait_for
 
@@ -85,7 +85,7 @@ def test_only_the_kubelet_may_connect(listener: socket.socket) -> None:
 
 def test_root_in_a_pod_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It passes every check of users and modes. Refusals are logged, but not every one."""
-    server = serve(f"{tmp_path}/sock", {})
+    server = Serving(f"{tmp_path}/sock", {})
     for _ in range(3):
         argv = [sys.executable, "-c", f"{CONNECT} print(s.recv(100))", f"{tmp_path}/sock"]
         assert subprocess.run(argv, capture_output=True, text=True).stdout == "b''\n"

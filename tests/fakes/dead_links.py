@@ -1,28 +1,24 @@
-"""Links that lead to a file system which no longer answers, such as a FUSE mount whose process hangs."""
+"""A link to a file system which no longer answers, such as a FUSE mount whose process hangs."""
 
-from agent.system.files import System
+import os
 
-DEAD = "/dead"
+import pytest
+
+DEAD = "/dead-file-system"
 TARGET = f"/proc/1/root{DEAD}"
 
 
 class HangError(BaseException):
-    """The kernel was made to follow a dead link, which never returns. No `except Exception` catches this."""
+    """A call never returns. No `except Exception` catches this."""
 
 
-class WithDeadLinks(System):
-    """A System in which following one of `dead_links`, or reaching DEAD, fails the test. A link's text may be read."""
+def hang(patch: pytest.MonkeyPatch) -> None:
+    """From now on, whoever follows a link to TARGET fails the test. The link's text may be read."""
+    readlink = os.readlink
 
-    dead_links: frozenset[str] = frozenset()
-
-    def _at(self, path: str, *, follow: bool = True) -> str:
-        below = path.startswith(tuple(f"{each}/" for each in self.dead_links))
-        if below or (follow and path in self.dead_links and self.read_link(path)):
+    def of_a_living_file_system(path: str, *, dir_fd: int | None = None) -> str:
+        if DEAD in path:
             raise HangError(path)
-        return super()._at(path, follow=follow)
+        return readlink(path, dir_fd=dir_fd)
 
-    def _resolve(self, path: str, *, of_processes: bool = True) -> str:
-        resolved = super()._resolve(path, of_processes=of_processes)
-        if resolved.startswith(DEAD):
-            raise HangError(path)
-        return resolved
+    patch.setattr(os, "readlink", of_a_living_file_system)

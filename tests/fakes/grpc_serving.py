@@ -28,9 +28,12 @@ THIS_PROCESS = this_process()
 DEFAULT = Limits()
 
 
-def serve(path: str, methods: Mapping[str, Method], limits: Limits = DEFAULT) -> Server:
-    """Serve methods at a path."""
-    return Server(ListeningSocket(*os.path.split(path)), methods, THIS_PROCESS.refusal, limits)
+class Serving(Server):
+    """Serves methods at a path."""
+
+    def __init__(self, path: str, methods: Mapping[str, Method], limits: Limits = DEFAULT) -> None:
+        self.path = path
+        super().__init__(ListeningSocket(*os.path.split(path)), methods, THIS_PROCESS.refusal, limits)
 
 
 def memory(process: int, field: str) -> int:
@@ -59,9 +62,9 @@ LIMITS = Limits(connections=4, greeting=0.5, stall=0.5)
 
 
 @contextlib.contextmanager
-def serving(limits: Limits) -> Iterator[Server]:
+def serving(limits: Limits) -> Iterator[Serving]:
     with tempfile.TemporaryDirectory() as directory:
-        running = serve(f"{directory}/test.sock", METHODS, limits)
+        running = Serving(f"{directory}/test.sock", METHODS, limits)
         try:
             yield running
         finally:
@@ -69,10 +72,10 @@ def serving(limits: Limits) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def connected(server: Server) -> Iterator[socket.socket]:
+def connected(server: Serving) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(LONG)
-        client.connect(server._listener.path)
+        client.connect(server.path)
         yield client
 
 

@@ -17,10 +17,9 @@ from agent.model.errors import BusAnswerError, BusError
 from agent.model.facts import DrmDevice, PciDevice, Seen
 from agent.model.paths import DRIVER_ROOTS_TARGET, LOADER_CACHE
 from agent.system.devices import listed
-from agent.system.files import MOUNTS
+from agent.system.files import MOUNTS, System
 from agent.system.process import Bus, Completed, Runner
 from agent.system.systemd import GET, MACHINED_MANAGER, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
-from tests.fakes.dead_links import WithDeadLinks
 
 HOSTS = Path(__file__).parents[1] / "data" / "hosts"
 STAFF = 50
@@ -206,7 +205,7 @@ class ScriptedBus:
         self.properties[SYSTEMD_OBJECT, SYSTEMD_MANAGER, "Version"] = ("s", text)
 
 
-class Host(WithDeadLinks):
+class Host(System):
     """A System below `tree` that is also a DeviceSource; the methods after the line `----` set it up."""
 
     def __init__(self, tree: Path, architecture: str = "x86_64", runner: ScriptedRunner | None = None) -> None:

@@ -18,9 +18,8 @@ from agent.machine.run import HANDOFF, REPORT
 from agent.model.conditions import Remark
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
-from agent.system.files import READ_LIMIT
+from agent.system.files import READ_LIMIT, System
 from agent.system.process import Completed, TimeLimitError
-from tests.fakes.dead_links import WithDeadLinks
 
 SPEC = Path(__file__).parents[1] / "data" / "specs" / "nvidia-ctk-1.19.1-simulated-nvml.json"
 ROOT = "/run/host-nvidia/0"
@@ -70,7 +69,7 @@ SERVES_CRI = "Type:          io.containerd.grpc.v1\nID:            cri\nPlatform
 Answer = Callable[[tuple[str, ...]], Completed]
 
 
-class Machine(WithDeadLinks):
+class Machine(System):
     """A machine's file system below `tree`; a program that was not scripted fails the test."""
 
     def __init__(self, tree: Path) -> None:

@@ -23,7 +23,7 @@ from agent.model.paths import REPORT_NAME, conditions_file, fabric_file, handoff
 from agent.system.files import temporary_path
 from agent.system.process import Completed
 from tests.fakes.clearing import clear_below, clears
-from tests.fakes.dead_links import TARGET
+from tests.fakes.dead_links import TARGET, hang
 from tests.fakes.gpu_host import MACHINE, set_up
 from tests.fakes.host import Host, ScriptedRunner
 
@@ -101,11 +101,6 @@ def unix_socket(_: Host, place: Path) -> None:
     os.close(descriptor)
 
 
-def link_to_a_dead_file_system(host: Host, place: Path) -> None:
-    place.symlink_to(TARGET)
-    host.dead_links |= {str(place).removeprefix(host.root)}
-
-
 def directory(_: Host, place: Path) -> None:
     (place / "a/b").mkdir(parents=True)
     (place / "a/file").write_bytes(b"x")
@@ -137,7 +132,7 @@ ATTACKS: dict[str, Attack] = {
     "dangling link": link(lambda host, _: host.full_path("/etc/sentinel/new")),
     "loop": link(lambda _, place: place.name),
     "long link": link(lambda *_: "x" * 300),
-    "link to a dead file system": link_to_a_dead_file_system,
+    "link to a dead file system": link(lambda *_: TARGET),
 }
 if os.geteuid() == 0:
     # The device /dev/zero has no end. Only root can make one.
@@ -158,6 +153,7 @@ def opened_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return descriptor
 
     monkeypatch.setattr(os, "open", opened)
+    hang(monkeypatch)
     return found
 
 
@@ -170,7 +166,6 @@ def test_attack_on_a_path(host: Host, paths: tuple[str, ...], opened_devices: li
     assert well.failures == ()
     for number in range(len(kinds)):
         attacks = dict(zip(paths, kinds[number:] + kinds[:number], strict=False))
-        host.dead_links = frozenset()
         for path, kind in attacks.items():
             subprocess.run(["rm", "-rf", host.root + path], check=True)
             ATTACKS[kind](host, Path(host.root + path))

@@ -220,10 +220,10 @@ def test_no_report_prevents_the_withdrawal_of_a_permission(gpu_host: Host) -> No
     """A report that causes an error counts as broken."""
     running(gpu_host)
     agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
-    seen, wanted, _ = agent.preview()
+    seen = agent.preview()[0]
     error = fault("read its report", TypeError("unforeseen"))
     seen = replace(seen, machines=(replace(seen.machines[0], report=error),))
-    found = diff(wanted, seen, agent._acknowledged(seen, wanted))
+    seen, wanted, found = agent.planned(seen)
     (change,) = (each for each in found.actions if isinstance(each, ChangeDevices))
     assert DeviceAllow("/dev/char/195:1", "rw") in change.before.allow
     assert DeviceAllow("/dev/char/195:1", "rw") not in change.after.allow
@@ -246,13 +246,13 @@ def test_attack_nothing_prolongs_a_permission(gpu_host: Host, seconds: float, re
     gpu_host.write(live_file(MACHINE), render_live(replace(unbound, nodes={})))
     for _ in range(2):
         assert any("No space left on device" in each for each in agent.reconcile().failures)
-    seen, wanted, _ = agent.preview()
+    seen = agent.preview()[0]
     live = seen.machines[0].live
     assert live
     assert live.kept_since > 0
     live = replace(live, kept_since=live.kept_since - seconds)
     seen = replace(seen, machines=(replace(seen.machines[0], live=live),))
-    found = diff(wanted, seen, agent._acknowledged(seen, wanted))
+    found = agent.planned(seen)[-1]
     forbidden = [
         set(each.before.allow) - set(each.after.allow) for each in found.actions if isinstance(each, ChangeDevices)
     ]

@@ -16,7 +16,7 @@ from agent.system.files import temporary_path
 from agent.vendors.nvidia.contract import MARKERS
 from agent.vendors.nvidia.contract import SPEC as PLUGIN_SPEC
 from agent.vendors.nvidia.contract import SPEC_KIND as PLUGIN_SPEC_KIND
-from tests.fakes.dead_links import TARGET
+from tests.fakes.dead_links import TARGET, hang
 from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
 from tests.fakes.machine import REQUEST, Machine, gpu_machine
 
@@ -26,13 +26,14 @@ KUBELETS = (CHECKPOINT, KUBELET_SOCKET, PLUGIN_SOCKET, f"{PLUGINS}/nvidia-other.
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """A machine that is ready, with a device plugin."""
     with ExitStack() as stack:
         kubelet = Kubelet(gpu_machine(tmp_path / "machine"), stack)
         kubelet.machine.hand(REQUEST, validation_markers=True)
         kubelet.serve()
         kubelet.machine.link("/proc/1/root", "/")
+        hang(monkeypatch)
         yield kubelet.machine
 
 
@@ -42,7 +43,6 @@ def test_attack_with_a_link_to_a_dead_file_system(machine: Machine, path: str) -
     before = machine.conditions()
     machine.remove(path)
     machine.link(path, TARGET)
-    machine.dead_links = frozenset({path})
     for _ in range(2):
         run(machine)
         after = machine.conditions()
@@ -63,7 +63,6 @@ def test_attack_with_a_link_to_a_dead_file_system(machine: Machine, path: str) -
 def test_attack_with_a_path_below_a_dead_link(machine: Machine, path: str) -> None:
     """The device plugin's own specification, and the agent's, are checked for missing files."""
     machine.link("/proc/7/root", TARGET)
-    machine.dead_links = frozenset({"/proc/7/root"})
     spec = json.loads(machine.read(SPECS[0])) | ({"kind": PLUGIN_SPEC_KIND} if path == PLUGIN_SPEC else {})
     spec["containerEdits"]["mounts"].append({"hostPath": "/proc/7/root/file", "containerPath": "/file"})
     machine.put(path, json.dumps(spec))
