@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.machine.run import HANDOFF, REPORT
+from agent.machine.run import HANDOFF, REPORT, run
 from agent.model.conditions import Remark
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
@@ -182,6 +182,11 @@ class Machine(System):
     def conditions(self) -> dict[str, tuple[str, str]]:
         """Return status and reason by type, as reported."""
         return {each["type"]: (each["status"], each["reason"]) for each in self.report()["conditions"]}
+
+    def verdict(self, kind: str) -> tuple[str, str]:
+        """Run the machine half, and return a condition's status and reason."""
+        run(self)
+        return self.conditions()[kind]
 
     def message(self, kind: str) -> str:
         """Return a condition's message. Programs read its remarks as data, so they are compared with it."""

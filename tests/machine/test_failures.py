@@ -47,22 +47,56 @@ def asked(machine: Machine) -> int:
     return sum("nvidia-smi" in call[0] or "generate" in call for call in machine.calls)
 
 
+def of_a_mode(machine: Machine) -> None:
+    machine.hand(REQUEST._replace(cdi_modes=("management",)))
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        if "--mode=management" in argv:
+            return Completed(1, b"", b"the driver does not answer\n")
+        return nvidia_ctk(machine, argv, recorded_spec())
+
+    machine.program("nvidia-ctk", answer)
+
+
+def stays(machine: Machine) -> None:
+    """Let a node stay that is to be withdrawn."""
+    machine.mounts = [device.path for device in DEVICES]
+    run(machine)
+    devices = tuple(each for each in DEVICES if GPUS[1] != each.pci_address)
+    machine.hand(REQUEST._replace(gpus=GPUS[:1], devices=devices))
+    machine.program("umount", lambda argv: Completed(32, b"", b"umount: permission denied"))
+    fails(machine)
+
+
 @pytest.mark.parametrize(
-    ("fault", "reason"), [(misses, "GPUMissing"), (fails, "GenerationFailed")], ids=["missing", "hanging"]
+    ("fault", "kind", "expected", "words"),
+    [
+        (misses, "CDISpecCurrent", ("False", "GPUMissing"), ""),
+        (fails, "CDISpecCurrent", ("False", "GenerationFailed"), ""),
+        (of_a_mode, "CDISpecCurrent", ("True", "Verified"), "management: /usr/bin/nvidia-ctk: exit code 1: the driver"),
+        (stays, "DevicesAllowed", ("False", "NotWithdrawn"), "permission denied"),
+    ],
+    ids=["missing", "hanging", "a mode", "a node that stays"],
 )
 def test_attempts_become_rare(
-    machine: Machine, later: Callable[[float], None], fault: Callable[[Machine], None], reason: str
+    machine: Machine,
+    later: Callable[[float], None],
+    fault: Callable[[Machine], None],
+    kind: str,
+    expected: tuple[str, str],
+    words: str,
 ) -> None:
     fault(machine)
-    attempts, conditions = [], set()
+    attempts, messages = [], set()
     for minute in range(40):
         attempts += [minute] if asked(machine) else []
-        conditions.add((machine.conditions()["CDISpecCurrent"], machine.message("CDISpecCurrent")))
+        assert machine.conditions()[kind] == expected
+        messages.add(machine.message(kind))
         later(MINUTE)
     assert attempts[:5] == [0, 1, 2, 4, 8]
     assert {second - first for first, second in itertools.pairwise(attempts[5:])} == {LONGEST / MINUTE}
-    ((condition, _),) = conditions
-    assert condition == ("False", reason)
+    (message,) = messages
+    assert words in message
 
 
 @pytest.mark.parametrize("fault", [misses, fails], ids=["missing", "hanging"])
@@ -90,35 +124,15 @@ def test_a_change_ends_the_wait(
             machine.put(GPU_STATES, "published after `gpus attach`")
         case "a node":
             machine.node(DEVICES[0].path, 1, 3)
-            assert machine.conditions()
             run(machine)
             machine.node(DEVICES[0].path, DEVICES[0].major, DEVICES[0].minor)
         case "the tool":
             machine.put("/usr/bin/nvidia-ctk", "another build")
         case _:
             machine.put(SPEC, "{}") if machine.exists(SPEC) else machine.hand(REQUEST)
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert GPUS[1] not in machine.message("CDISpecCurrent")
     assert json.loads(machine.read(SPEC))
-
-
-def test_a_mode_that_fails_is_not_tried_each_minute(machine: Machine, later: Callable[[float], None]) -> None:
-    machine.hand(REQUEST._replace(cdi_modes=("management",)))
-
-    def answer(argv: tuple[str, ...]) -> Completed:
-        if "--mode=management" in argv:
-            return Completed(1, b"", b"the driver does not answer\n")
-        return nvidia_ctk(machine, argv, recorded_spec())
-
-    machine.program("nvidia-ctk", answer)
-    attempts = []
-    for minute in range(10):
-        attempts += [minute] if asked(machine) else []
-        assert "management: /usr/bin/nvidia-ctk: " in machine.message("CDISpecCurrent")
-        assert "the driver does not answer" in machine.message("CDISpecCurrent")
-        later(MINUTE)
-    assert attempts == [0, 1, 2, 4, 8]
 
 
 @pytest.mark.parametrize("mode", ["", "management"])
@@ -144,27 +158,8 @@ def test_a_specification_that_cannot_be_written_is_not_made_each_minute(
     assert attempts == [0, 1, 2, 4, 8]
     machine.before_write = lambda path: None
     machine.put(HANDOFF, machine.read(HANDOFF))
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert "Read-only file system" not in machine.message("CDISpecCurrent")
-
-
-def test_a_node_that_cannot_be_withdrawn_does_not_end_the_wait(
-    machine: Machine, later: Callable[[float], None]
-) -> None:
-    machine.mounts = [device.path for device in DEVICES]
-    run(machine)
-    machine.hand(
-        REQUEST._replace(gpus=GPUS[:1], devices=tuple(each for each in DEVICES if GPUS[1] != each.pci_address))
-    )
-    machine.program("umount", lambda argv: Completed(32, b"", b"umount: permission denied"))
-    fails(machine)
-    attempts = []
-    for minute in range(10):
-        attempts += [minute] if asked(machine) else []
-        assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
-        later(MINUTE)
-    assert attempts == [0, 1, 2, 4, 8]
 
 
 def test_a_defect_of_the_second_attempt_costs_no_device(machine: Machine) -> None:
@@ -184,8 +179,7 @@ def test_a_defect_of_the_second_attempt_costs_no_device(machine: Machine) -> Non
         return umount(machine, argv)
 
     machine.program("umount", unmount)
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "Failed")
+    assert machine.verdict("CDISpecCurrent") == ("False", "Failed")
     assert (
         json.loads(machine.read(ALLOCATABLE))["vendors"][0]["devices"] == json.loads(offered)["vendors"][0]["devices"]
     )

@@ -50,6 +50,7 @@ def replace_main(machine: Machine) -> None:
         (edit(SPEC, "/dev/nvidia1", "/dev/nvidia0"), "spec", f"somebody changed {SPEC}"),
         (lambda machine: machine.drop(SPEC), "spec", f"somebody changed {SPEC}"),
         (edit(DROP_IN, "enable_cdi = true", "enable_cdi = false"), "containerd", f"somebody changed {DROP_IN}"),
+        (lambda machine: machine.put(DROP_IN, "not toml ="), "containerd", f"somebody changed {DROP_IN}"),
         (lambda machine: machine.drop(DROP_IN), "containerd", f"somebody removed {DROP_IN}"),
         (replace_main, "containerd", f"somebody removed the import of {DROP_IN} from {MAIN}"),
         (edit(RUNTIME, '"cdi"', '"auto"'), "runtime", f"somebody changed {RUNTIME}"),
@@ -69,24 +70,21 @@ def test_a_repair_is_counted_and_logged(
     assert {status for status, _ in settled.conditions().values()} <= {"True", "Unknown"}
 
 
-def test_another_grant_is_not_a_repair(settled: Machine) -> None:
-    """Changes that follow from an edit of containerd's main file, with our import intact, do not count either."""
-    devices = tuple(device for device in REQUEST.devices if device.path != "/dev/nvidia1")
-    files = tuple(file for file in REQUEST.files if not file.target.endswith(f"libnvidia-glcore.so.{VERSION}"))
-    settled.hand(REQUEST._replace(devices=devices, gpus=REQUEST.gpus[:1], files=files))
-    edit(MAIN, "version = 2", f'version = 2\n[plugins."{CRI_2}"]\nsandbox_image = "theirs"')(settled)
-    run(settled)
-    assert "theirs" in settled.read_text(DROP_IN)
-    assert settled.report()["repairs"] == NONE
-
-
-def test_other_settings_of_another_release_are_not_a_repair(settled: Machine) -> None:
+def test_what_is_not_a_repair(settled: Machine) -> None:
     notes, (_, digest) = Notes(settled), Notes(settled).load("runtime-nvidia")["edited"]
     older = settled.read_text(RUNTIME).replace('"cdi"', '"auto"')
     settled.put(RUNTIME, older)
     notes.save("runtime-nvidia", {"edited": ["settings of an older release", sha256(older.encode())]})
     run(settled)
     assert notes.load("runtime-nvidia")["edited"][1] == digest, "the file has the new settings"
+    assert settled.report()["repairs"] == NONE
+    # Changes that follow from an edit of containerd's main file, with our import intact, do not count either.
+    devices = tuple(device for device in REQUEST.devices if device.path != "/dev/nvidia1")
+    files = tuple(file for file in REQUEST.files if not file.target.endswith(f"libnvidia-glcore.so.{VERSION}"))
+    settled.hand(REQUEST._replace(devices=devices, gpus=REQUEST.gpus[:1], files=files))
+    edit(MAIN, "version = 2", f'version = 2\n[plugins."{CRI_2}"]\nsandbox_image = "theirs"')(settled)
+    run(settled)
+    assert "theirs" in settled.read_text(DROP_IN)
     assert settled.report()["repairs"] == NONE
 
 

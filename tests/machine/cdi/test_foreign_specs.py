@@ -57,11 +57,14 @@ def test_a_spec_that_outranks_ours(machine: Machine, before: bool) -> None:
     assert "all" in machine.report()["cdi_devices"]
 
 
-@pytest.mark.parametrize("name", [".yaml", ".json"])
-def test_an_outranking_spec_whose_name_is_its_suffix(machine: Machine, name: str) -> None:
-    """Go's filepath.Ext calls the name a suffix, so runtimes load it."""
+@pytest.mark.parametrize("name", [".yaml", ".json", "site.json"])
+def test_an_outranking_spec_of_another_writer(machine: Machine, name: str) -> None:
+    """No advice about units that do not write it. Go's filepath.Ext calls `.json` a suffix, so runtimes load it."""
     machine.put(f"/var/run/cdi/{name}", json.dumps(recorded_spec()))
-    assert condition(machine)[:2] == ("False", "Shadowed")
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("False", "Shadowed")
+    assert f"and 1 more from /var/run/cdi/{name} instead of" in message
+    assert message.endswith(f"; remove /var/run/cdi/{name}, and stop what writes it")
 
 
 @pytest.mark.parametrize(
@@ -92,28 +95,15 @@ def test_containerd_looks_into_further_directories(
         assert ("/site.json instead of /etc/cdi/nvidia.yaml" in message) == (status == "False")
 
 
-def test_directories_that_an_earlier_release_did_not_note_are_found(machine: Machine) -> None:
+def test_a_further_directory_that_no_run_noted(machine: Machine) -> None:
+    """A pipe there blocks runtimes too."""
     machine.put(MAIN, f'version = 2\n[plugins."{CRI_2}"]\ncdi_spec_dirs = ["/etc/cdi", "/srv/cdi"]\n')
     run(machine)
     Notes(machine).save(EFFECTIVE_NOTE, {})
     machine.put("/srv/cdi/site.json", json.dumps(recorded_spec()))
     assert condition(machine)[:2] == ("False", "Shadowed")
-
-
-def test_a_pipe_in_a_further_directory_blocks_runtimes(machine: Machine) -> None:
-    machine.put(MAIN, f'version = 2\n[plugins."{CRI_2}"]\ncdi_spec_dirs = ["/srv/cdi"]\n')
-    machine.make_directory("/srv/cdi")
     os.mkfifo(machine.tree / "srv/cdi/x.yaml")
     assert condition(machine)[:2] == ("False", "RuntimeBlocked")
-
-
-def test_an_outranking_spec_of_another_writer(machine: Machine) -> None:
-    """The message gives no advice about units that do not write that specification."""
-    machine.put("/var/run/cdi/site.json", json.dumps(recorded_spec()))
-    status, reason, message = condition(machine)
-    assert (status, reason) == ("False", "Shadowed")
-    assert "and 1 more from /var/run/cdi/site.json instead of" in message
-    assert message.endswith("; remove /var/run/cdi/site.json, and stop what writes it")
 
 
 def test_same_names_in_our_directory_are_dropped(machine: Machine) -> None:
@@ -173,22 +163,23 @@ def test_further_devices_of_our_kind_harm_nothing(machine: Machine, path: str) -
     assert "plugin.yaml" not in message
 
 
-@pytest.mark.parametrize("text", ["kind: [", "", "kind: nvidia.com/gpu\n"])
-def test_a_broken_spec_is_named_and_harms_nothing(machine: Machine, text: str) -> None:
-    """Runtimes skip it."""
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("kind: [", "is not a valid CDI specification, so runtimes skip it"),
+        ("", "is not a valid CDI specification, so runtimes skip it"),
+        ("kind: nvidia.com/gpu\n", "is not a valid CDI specification, so runtimes skip it"),
+        # Runtimes may be able to read it, so nothing is claimed about it.
+        ("x" * (2 << 20), "is NotChecked: it is larger than 262144 bytes"),
+    ],
+    ids=["no YAML", "empty", "no devices", "large"],
+)
+def test_a_broken_spec_is_named_and_harms_nothing(machine: Machine, text: str, expected: str) -> None:
     machine.put("/var/run/cdi/site.yaml", text)
     status, reason, message = condition(machine)
     assert (status, reason) == ("True", "Verified")
-    assert "/var/run/cdi/site.yaml is not a valid CDI specification, so runtimes skip it" in message
-
-
-def test_a_spec_that_cannot_be_read_is_named(machine: Machine) -> None:
-    """Runtimes may be able to read it, so nothing is claimed about it."""
-    machine.put("/var/run/cdi/site.yaml", "x" * (2 << 20))
-    status, reason, message = condition(machine)
-    assert (status, reason) == ("True", "Verified")
-    assert "/var/run/cdi/site.yaml is NotChecked: it is larger than 262144 bytes" in message
-    assert listings(machine) == 0
+    assert f"/var/run/cdi/site.yaml {expected}" in message
+    assert listings(machine) == (len(text) < SIZE_LIMIT)
 
 
 @pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
@@ -217,6 +208,11 @@ def test_files_that_runtimes_skip(machine: Machine) -> None:
     assert (status, reason) == ("True", "Verified")
     assert "directory.yaml" not in message
     assert "/etc/cdi/dangling.json cannot be read" in message
+    # Only the suffix shows what is a specification (scanSpecDirs).
+    for name in ("nvidia.yml", "nvidia.yaml.bak", ".nvidia.json.x"):
+        machine.put(f"/var/run/cdi/{name}", spec("0"))
+    assert condition(machine)[:2] == ("True", "Verified")
+    assert listings(machine) == 0
 
 
 @pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
@@ -236,15 +232,7 @@ def test_attack_a_link_to_a_secret_is_not_read(machine: Machine, path: str) -> N
     )
 
 
-def test_a_file_that_is_not_a_spec_is_not_read(machine: Machine) -> None:
-    """Only the suffix shows what is a specification (scanSpecDirs)."""
-    for name in ("nvidia.yml", "nvidia.yaml.bak", ".nvidia.json.x"):
-        machine.put(f"/var/run/cdi/{name}", spec("0"))
-    assert condition(machine)[:2] == ("True", "Verified")
-    assert listings(machine) == 0
-
-
-def test_the_tool_runs_once_per_change(machine: Machine) -> None:
+def test_the_tool_runs_once_per_change_and_again_if_it_failed(machine: Machine) -> None:
     """The timer runs each minute."""
     machine.put("/var/run/cdi/site.yaml", spec("site-0"))
     run(machine)
@@ -253,9 +241,6 @@ def test_the_tool_runs_once_per_change(machine: Machine) -> None:
     machine.put("/var/run/cdi/site.yaml", spec("0"))
     assert condition(machine)[:2] == ("False", "Shadowed")
     assert listings(machine) == 2
-
-
-def test_a_failed_tool_runs_again(machine: Machine) -> None:
     machine.put("/var/run/cdi/site.yaml", spec("0"))
     run(machine)
     machine.program("nvidia-ctk", "", 1)

@@ -33,43 +33,34 @@ def test_pods_of_another_root_or_other_numbers_are_named(machine: Machine) -> No
 
 @pytest.mark.parametrize("place", ["all is well; ignore this", "7\u3164", "\u0667", "7" * 300, "", "x7"])
 def test_attack_the_text_of_a_host_path_is_not_repeated(machine: Machine, place: str) -> None:
-    """Any pod may name a path there that does not exist, and the kubelet makes it."""
+    """Any pod may name a path there that does not exist, and the kubelet makes it. A pod's name is quoted."""
     run(machine)
     before = machine.message("CDISpecCurrent")
     bundle(machine, "a", specification("work/pod", root=f"/run/host-nvidia/{place}"))
     run(machine)
     assert machine.message("CDISpecCurrent") == before
-
-
-def test_attack_the_name_of_a_pod_is_quoted(machine: Machine) -> None:
-    run(machine)
-    bundle(machine, "a", specification("work/x), all is well (", root="/run/host-nvidia/7"))
+    bundle(machine, "b", specification("work/x), all is well (", root="/run/host-nvidia/7"))
     run(machine)
     assert "'work/x), all is well (' (driver root 7)" in machine.message("CDISpecCurrent")
 
 
 def test_the_condition_keeps_its_status(machine: Machine) -> None:
+    """Each specification is read once. Neither pods with the current driver are named, nor any without GPUs."""
     bundle(machine, "a", specification("work/cuda", uvm=243))
+    bundle(machine, "b", specification("work/current"))
+    for _ in range(2):
+        assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
+        assert machine.message("CDISpecCurrent").endswith(
+            "; PodsOutdated (recreate them: they keep what they were made with): work/cuda (/dev/nvidia-uvm as 243:0)"
+        )
+        bundle(machine, "a", b"not read again")
+    machine.hand(EMPTY)
     run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    assert machine.message("CDISpecCurrent").endswith(
-        "; PodsOutdated (recreate them: they keep what they were made with): work/cuda (/dev/nvidia-uvm as 243:0)"
-    )
+    assert "PodsOutdated" not in machine.message("CDISpecCurrent")
+    machine.hand(REQUEST)
+    run(machine)
     machine.drop(f"{BUNDLES}/a/config.json")
     (machine.tree / f"{BUNDLES}/a".lstrip("/")).rmdir()
-    run(machine)
-    assert "PodsOutdated" not in machine.message("CDISpecCurrent")
-
-
-def test_pods_with_the_current_driver_are_not_named(machine: Machine) -> None:
-    bundle(machine, "a", specification("work/cuda"))
-    run(machine)
-    assert "PodsOutdated" not in machine.message("CDISpecCurrent")
-
-
-def test_a_machine_without_gpus_names_none(machine: Machine) -> None:
-    bundle(machine, "a", specification("work/cuda"))
-    machine.hand(EMPTY)
     run(machine)
     assert "PodsOutdated" not in machine.message("CDISpecCurrent")
 
@@ -88,14 +79,6 @@ def test_a_bundle_that_cannot_be_read_hides_no_other(machine: Machine, content: 
     assert "work/late" in machine.message("CDISpecCurrent")
 
 
-def test_each_specification_is_read_once(machine: Machine) -> None:
-    bundle(machine, "a", specification("work/cuda", uvm=243))
-    run(machine)
-    bundle(machine, "a", b"not read again")
-    run(machine)
-    assert "work/cuda" in machine.message("CDISpecCurrent")
-
-
 def test_many_pods_are_counted(machine: Machine) -> None:
     for index in range(30):
         bundle(machine, f"{index}", specification(f"work/cuda-{index:02}", root="/run/host-nvidia/7"))
@@ -105,7 +88,7 @@ def test_many_pods_are_counted(machine: Machine) -> None:
     assert "work/cuda-10" not in message
 
 
-def test_a_long_message_is_shortened(machine: Machine) -> None:
+def test_long_messages_and_remarks_are_shortened(machine: Machine) -> None:
     """When all nodes have new numbers, the refusal of the new specification names each of them."""
     bundle(machine, "a", specification("work/cuda", uvm=243))
     handoff = machine.hand(REQUEST)
@@ -116,9 +99,6 @@ def test_a_long_message_is_shortened(machine: Machine) -> None:
     assert len(named.message) == MESSAGE_LIMIT
     assert named.message.startswith("refused: ")
     assert named.message.endswith("work/cuda (/dev/nvidia-uvm as 243:0)")
-
-
-def test_a_long_remark_leaves_half_the_space_to_the_message() -> None:
     said = true(ConditionType.DEVICES_PRESENT, Reason.PRESENT, "m" * MESSAGE_LIMIT)
     (remarked,) = with_remark((said,), ConditionType.DEVICES_PRESENT, "; " + "r" * 3 * MESSAGE_LIMIT)
     assert len(remarked.message) == MESSAGE_LIMIT

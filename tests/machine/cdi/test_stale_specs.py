@@ -42,7 +42,7 @@ def test_the_spec_of_a_vendor_without_a_grant(machine: Machine, requests: tuple[
     assert machine.exists(SPEC)
 
 
-def test_a_spec_that_is_no_longer_wanted(machine: Machine) -> None:
+def test_what_is_no_longer_wanted(machine: Machine) -> None:
     own(machine, "/etc/cdi/unbounded-agent.json")
     own(machine, "/etc/elsewhere.json")
     machine.put("/etc/cdi/site.json", "{}")
@@ -51,9 +51,6 @@ def test_a_spec_that_is_no_longer_wanted(machine: Machine) -> None:
     assert machine.exists("/etc/elsewhere.json"), "no CDI spec"
     assert machine.exists("/etc/cdi/site.json"), "not ours"
     assert machine.exists(SPEC)
-
-
-def test_the_file_of_a_killed_writer(machine: Machine) -> None:
     machine.put(REMAINS, '{"half')
     run(machine)
     assert not machine.exists(REMAINS)

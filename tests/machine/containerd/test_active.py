@@ -60,8 +60,7 @@ def test_a_plugin_that_failed_is_reported_in_containerds_words(machine: Machine,
     assert message.startswith(f"containerd.service runs, but does not serve the kubelet (CRI): {said}: correct ")
     assert message.count("cannot be set") <= 1
     machine.program("ctr", SERVES_CRI)
-    run(machine)
-    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert machine.verdict("RuntimeActive") == ("True", "Running")
 
 
 def test_an_error_on_several_lines() -> None:
@@ -81,15 +80,12 @@ def test_a_containerd_that_does_not_answer(machine: Machine) -> None:
         (lambda argv: Completed(0, b"\xff what?\n", b""), "printed no plugin: "),
     ):
         machine.program("ctr", answer)
-        run(machine)
-        assert machine.conditions()["RuntimeActive"] == ("Unknown", "NoAnswer")
+        assert machine.verdict("RuntimeActive") == ("Unknown", "NoAnswer")
         assert said in machine.message("RuntimeActive")
     machine.program("ctr", SERVES_CRI)
-    run(machine)
-    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert machine.verdict("RuntimeActive") == ("True", "Running")
     machine.program("systemctl", hang)
-    run(machine)
-    assert machine.conditions()["RuntimeActive"] == ("Unknown", "NoAnswer")
+    assert machine.verdict("RuntimeActive") == ("Unknown", "NoAnswer")
     assert "cannot tell whether containerd runs: systemctl show" in machine.message("RuntimeActive")
 
 
@@ -119,17 +115,14 @@ def test_a_containerd_that_was_stopped_is_no_containerd_that_is_about_to_start(m
     """It was Unknown, as at boot: no pod can start until somebody starts it."""
     restarted(machine)
     machine.program("systemctl", systemctl("inactive", 0, "dead", job=17))
-    run(machine)
-    assert machine.conditions()["RuntimeActive"] == ("Unknown", "NotStarted"), "between the stop and the start"
+    assert machine.verdict("RuntimeActive") == ("Unknown", "NotStarted"), "between the stop and the start"
     machine.program("systemctl", systemctl("inactive", 0, "dead"))
-    run(machine)
-    assert machine.conditions()["RuntimeActive"] == ("False", "Stopped")
+    assert machine.verdict("RuntimeActive") == ("False", "Stopped")
     assert "run `systemctl start containerd.service` in the machine" in machine.message("RuntimeActive")
 
 
 def test_a_containerd_that_is_restarted_is_not_asked(machine: Machine) -> None:
-    run(machine)
-    assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
+    assert machine.verdict("RuntimeActive") == ("Unknown", "RestartPending")
     assert asked(machine) == []
 
 

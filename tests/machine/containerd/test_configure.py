@@ -104,11 +104,9 @@ def test_a_noted_file_that_breaks_is_noticed(machine: Machine, path: str) -> Non
     run(machine)
     text = machine.read(path)
     machine.put(path, "=")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"][0] == "False"
+    assert machine.verdict("RuntimeConfigured")[0] == "False"
     machine.put(path, text)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
 
 
 def drop_in(main: str, containerd: tuple[int, ...], *imported: str, default: bool = False) -> dict[str, Any]:
@@ -223,10 +221,6 @@ def test_the_drop_in(
         assert found == value, path
 
 
-def test_default_runtime_only_if_configured() -> None:
-    assert drop_in(MAIN_3, V21, default=True)["plugins"][CRI_3]["containerd"]["default_runtime_name"] == "nvidia"
-
-
 @pytest.mark.parametrize(
     ("main", "containerd", "expected"),
     [
@@ -277,26 +271,34 @@ def test_versions_and_imports() -> None:
     assert covers("/etc/*/conf.d/*.toml", DROP_IN)
     assert not covers("/etc/containerd/*.toml", DROP_IN)
     assert not covers("/etc/containerd/conf.d/9?-nvidia.toml", DROP_IN)
-
-
-def test_relative_imports_are_the_files_own() -> None:
-    """Imports are relative to the directory of the file that has them, and are normalised."""
+    # Imports are relative to the directory of the file that has them, and are normalised.
     document = {"imports": ["../*.toml", "./a.toml", "/b.toml"]}
     assert imports(DROP_IN, document) == ("/etc/containerd/*.toml", "/etc/containerd/conf.d/a.toml", "/b.toml")
     with pytest.raises(DocumentError, match=f"{MAIN}: key imports is not a list"):
         imports(MAIN, {"imports": "x"})
+    patterns = ("/etc/[a-c]?[0-9x]/*.toml", "/etc/[^a].toml", r"/etc/\a.toml")
+    content = f"imports = {json.dumps(patterns)}\n".encode()
+    assert parsed_imports(MAIN, content) == patterns, "without an asterisk, it is no pattern"
+    assert covers(patterns[0], "/etc/bxx/a.toml")
+    for listed in ("7", "{}"):
+        with pytest.raises(DocumentError, match=f"{MAIN}: key imports is not a list"):
+            with_import(f"imports = {listed}\n".encode(), IMPORT)
 
 
 @pytest.mark.parametrize(
-    ("main", "imported", "version"),
+    ("containerd", "main", "imported", "version"),
     [
-        ("imports = []\n", ["version = 2\n", "[debug]\n"], 2),
-        ("[debug]\n", [], 3),
+        (V21, "imports = []\n", ["version = 2\n", "[debug]\n"], 2),
+        (V21, "[debug]\n", [], 3),
+        (V24, "version = 3\n", ["version = 4\n"], 3),
+        (V24, "version = 3\n", ["version = 2\n"], 3),
     ],
 )
-def test_version_of_the_configuration(main: str, imported: list[str], version: int) -> None:
+def test_version_of_the_configuration(
+    containerd: tuple[int, ...], main: str, imported: list[str], version: int
+) -> None:
     """The main file's; without a plugin's table there, the imported files'; otherwise the newest that all 2.x read."""
-    assert drop_in(main, V21, *imported)["version"] == version
+    assert drop_in(main, containerd, *imported)["version"] == version
 
 
 MIXED = {
@@ -333,17 +335,11 @@ def test_a_fault_names_files_of_mixed_versions(machine: Machine) -> None:
         return containerd(machine, argv, "v2.1.9") if "config" not in argv else Completed(0, MAIN_3.encode(), b"")
 
     machine.program("containerd", ignores_drop_ins)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "ReadBackFailed")
     assert (
         f"containerd 2.1.9 reads all its files as version 3, that of {IMPORTED}, but {MAIN} has version 2: write these "
         "files in one version"
     ) in machine.message("RuntimeConfigured")
-
-
-@pytest.mark.parametrize("last", ["version = 4\n", "version = 2\n"])
-def test_from_2_3_on_the_main_files_version_is_the_drop_ins(last: str) -> None:
-    assert drop_in("version = 3\n", V24, last)["version"] == 3
 
 
 def test_a_file_loaded_after_ours_is_refused_if_it_would_win() -> None:
@@ -397,16 +393,11 @@ def test_the_import_is_added_whatever_follows(text: str) -> None:
     assert text.partition('"/a.toml"')[2].partition("]")[2] in edited, "nothing else changes"
 
 
-@pytest.mark.parametrize("listed", ["7", "{}"])
-def test_imports_that_are_not_a_list_are_left_alone(listed: str) -> None:
-    with pytest.raises(DocumentError, match=f"{MAIN}: key imports is not a list"):
-        with_import(f"imports = {listed}\n".encode(), IMPORT)
-
-
 def test_lost_and_changed_settings_are_found() -> None:
     """Lost settings of any plugin are found, and so are missing settings of the agent."""
     before = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "a", "x": {"y": 1}}, "opt": {"path": "/srv"}}}
     after = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "b"}, "opt": {"path": "/srv"}}}
+    assert drop_in(MAIN_3, V21, default=True)["plugins"][CRI_3]["containerd"]["default_runtime_name"] == "nvidia"
     found = "; ".join(problems(before, after, {}, HANDLER, default=True))
     for expected in (
         f"{CRI_2}.sandbox_image is changed",
@@ -418,8 +409,6 @@ def test_lost_and_changed_settings_are_found() -> None:
     ):
         assert expected in found
 
-
-def test_lost_spec_directories_are_found() -> None:
     def dump(*directories: str) -> dict[str, Any]:
         return {"version": 4, "plugins": {CRI_3: {"cdi_spec_dirs": list(directories)}}}
 
@@ -465,8 +454,7 @@ def test_a_link_to_a_file_elsewhere_stays(machine: Machine, path: str, elsewhere
     machine.put(elsewhere, MAIN_2 if path == MAIN else "disable-require = true\n")
     (machine.tree / elsewhere[1:]).chmod(0o640)
     machine.link(path, f"../..{elsewhere}")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert machine.read_link(path) == f"../..{elsewhere}"
     assert ("imports" if path == MAIN else 'mode = "cdi"') in machine.read_text(elsewhere)
     assert machine.mode(elsewhere) == 0o640
@@ -491,8 +479,7 @@ def test_a_link_to_a_file_that_must_stay_is_replaced(machine: Machine, elsewhere
             raise OSError(number, os.strerror(number), path)
 
     machine.before_write = read_only
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert machine.read_link(MAIN) is None
     assert "imports" in machine.read_text(MAIN)
     assert machine.read_text(elsewhere) == MAIN_2
@@ -510,31 +497,22 @@ def test_files_that_containerd_does_not_load_stay_unloaded(machine: Machine, tex
     """The import of the whole directory would load what somebody has left there, or is preparing."""
     machine.put(MAIN, MAIN_2)
     machine.put(IMPORTED, text)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert tomllib.loads(machine.read_text(MAIN))["imports"] == ["/etc/containerd/conf.d/99-nvidia*.toml"]
 
 
-def test_files_that_containerd_did_load_are_loaded_again(machine: Machine) -> None:
-    """Somebody has removed the import of the whole directory."""
-    machine.put(MAIN, f'imports = ["{IMPORT}"]\n{MAIN_2}')
-    machine.put(IMPORTED, "version = 2\n")
-    run(machine)
-    machine.put(MAIN, MAIN_2)
-    run(machine)
-    assert tomllib.loads(machine.read_text(MAIN))["imports"] == [IMPORT]
-
-
-def test_an_import_with_which_the_drop_in_did_not_work_is_not_made_again(machine: Machine) -> None:
-    """Somebody removed it, because of a file that it also loads."""
-    machine.put(MAIN, f'imports = ["/etc/containerd/conf.d/*9*.toml"]\n{MAIN_2}')
-    on_read_back(machine, lambda _: REFUSED)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+@pytest.mark.parametrize("refused", [False, True])
+def test_an_import_that_somebody_has_removed(machine: Machine, refused: bool) -> None:
+    """What containerd did load is loaded again. An import with which the drop-in did not work is not made again."""
+    if refused:
+        on_read_back(machine, lambda _: REFUSED)
+    else:
+        machine.put(IMPORTED, "version = 2\n")
+    machine.put(MAIN, f'imports = ["{"/etc/containerd/conf.d/*9*.toml" if refused else IMPORT}"]\n{MAIN_2}')
+    assert machine.verdict("RuntimeConfigured")[0] == ("False" if refused else "True")
     machine.put(MAIN, MAIN_2)
     works(machine)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert tomllib.loads(machine.read_text(MAIN))["imports"] == [IMPORT]
 
 
@@ -565,19 +543,19 @@ def test_a_containerd_that_does_not_run_yet_is_not_restarted(machine: Machine) -
     message = machine.message("RuntimeActive")
     assert message.startswith("containerd.service is masked: ")
     assert message.endswith("run `systemctl unmask containerd.service` and start it in the machine")
+    for state, load, reason in (("failed", "loaded", "Failed"), ("inactive", "not-found", "NoContainerd")):
+        machine.program("systemctl", systemctl(state, 0, "dead", load))
+        assert machine.verdict("RuntimeActive") == ("False", reason)
     machine.program("systemctl", systemctl("activating", time.monotonic_ns() // 1000, "start-post"))
-    run(machine)
-    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert machine.verdict("RuntimeActive") == ("True", "Running")
 
 
 def test_a_program_with_a_runtime_inside_is_named_instead_of_a_missing_containerd(machine: Machine) -> None:
     machine.drop("/usr/bin/containerd")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "NoContainerd")
+    assert machine.verdict("RuntimeConfigured") == ("False", "NoContainerd")
     start_process(machine, "/usr/local/bin/k3s agent", "k3s-agent.service")
     machine.put("/proc/77/cmdline", "/usr/local/bin/k3s agent\0\0\0")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "UnsupportedDistribution")
+    assert machine.verdict("RuntimeConfigured") == ("False", "UnsupportedDistribution")
     assert machine.message("RuntimeConfigured").startswith("K3s runs in this machine (process 77), with a kubelet ")
     assert "install" not in machine.message("RuntimeConfigured")
 
@@ -637,8 +615,7 @@ def test_a_kubelet_with_another_runtime_is_named(
         machine.put(path, configuration)
     start_process(machine, arguments, "rke2-agent.service")
     with listening(machine, endpoint):
-        run(machine)
-        assert machine.conditions()["RuntimeConfigured"] == ("False", "UnsupportedDistribution")
+        assert machine.verdict("RuntimeConfigured") == ("False", "UnsupportedDistribution")
         assert machine.message("RuntimeConfigured").startswith("the kubelet (process 77) uses the container runtime at")
 
 
@@ -664,24 +641,11 @@ def test_a_runtime_beside_containerd_is_that_of_the_program_with_a_kubelet_insid
     machine: Machine, program: str
 ) -> None:
     start_process(machine, program, "k3s-agent.service")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack"), "K3s can use containerd.service"
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack"), "K3s can use containerd.service"
     with listening(machine, RUNTIME_OF_K3S):
-        run(machine)
-        assert machine.conditions()["RuntimeConfigured"] == ("False", "UnsupportedDistribution")
+        assert machine.verdict("RuntimeConfigured") == ("False", "UnsupportedDistribution")
         assert f", and a runtime at {RUNTIME_OF_K3S}, which" in machine.message("RuntimeConfigured")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack"), "its socket stays, but nobody listens"
-
-
-@pytest.mark.parametrize(
-    ("state", "load", "expected"),
-    [("failed", "loaded", ("False", "Failed")), ("inactive", "not-found", ("False", "NoContainerd"))],
-)
-def test_a_containerd_that_does_not_run(machine: Machine, state: str, load: str, expected: tuple[str, str]) -> None:
-    machine.program("systemctl", systemctl(state, 0, "dead", load))
-    run(machine)
-    assert machine.conditions()["RuntimeActive"] == expected
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack"), "its socket stays, but nobody listens"
 
 
 @pytest.mark.parametrize(
@@ -708,8 +672,7 @@ def test_a_containerd_that_was_started_with_another_file(
     run(machine)
     machine.put("/proc/52/cmdline", command.replace(" ", "\0").encode("latin-1") + b"\0")
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000, main_process=52))
-    run(machine)
-    assert machine.conditions()["RuntimeActive"] == expected
+    assert machine.verdict("RuntimeActive") == expected
 
 
 @pytest.mark.parametrize("left", [None, 0o644, 0o666], ids=["none", "readable", "writable"])
@@ -757,8 +720,7 @@ def test_a_refused_configuration_is_reverted(machine: Machine) -> None:
     """containerd's own error is reported, nothing is restarted, and the next run does not try the same again."""
     machine.put(MAIN, MAIN_2)
     on_read_back(machine, lambda _: REFUSED)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "ReadBackFailed")
     assert machine.conditions()["RuntimeActive"] == ("Unknown", "NotConfigured")
     assert "containerd: bad" in machine.message("RuntimeConfigured")
     assert machine.read_text(MAIN) == MAIN_2
@@ -818,8 +780,7 @@ def test_after_a_killed_run_a_drop_in_that_does_not_work_is_emptied(machine: Mac
     assert machine.exists(DROP_IN)
     on_read_back(machine, lambda done: faulty if has_settings(machine) else done)
     for _ in range(2):
-        run(machine)
-        assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+        assert machine.verdict("RuntimeConfigured") == ("False", "ReadBackFailed")
         assert tomllib.loads(machine.read_text(DROP_IN)) == {}
     machine.calls.clear()
     run(machine)
@@ -834,15 +795,13 @@ def test_after_a_killed_run_a_faulty_change_is_tried_only_once(machine: Machine,
     killed_run(machine, kept)
     refuse_drop_in(machine)
     for _ in range(2):
-        run(machine)
-        assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+        assert machine.verdict("RuntimeConfigured") == ("False", "ReadBackFailed")
     machine.calls.clear()
     run(machine)
     assert not [call for call in machine.calls if call[0] == "containerd"]
     works(machine)
     machine.put("/usr/bin/containerd", "another release")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert restarts(machine) == 1
 
 
@@ -863,13 +822,11 @@ def test_a_drop_in_that_another_containerd_refuses_is_emptied(machine: Machine) 
     run(machine)
     refuse_drop_in(machine)
     machine.put("/usr/bin/containerd", "another release")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "ReadBackFailed")
     assert f"emptied {DROP_IN}" in machine.message("RuntimeConfigured")
     assert tomllib.loads(machine.read_text(DROP_IN)) == {}
     works(machine)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert tomllib.loads(machine.read_text(DROP_IN))
     assert machine.report()["repairs"]["containerd"] == 0
 
@@ -928,8 +885,7 @@ def test_a_containerd_whose_dump_shows_no_migrated_tables(machine: Machine) -> N
 
     machine.program("containerd", answer)
     machine.put(MAIN, MAIN_2)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     document = tomllib.loads(machine.read_text(DROP_IN))
     assert document["version"] == 2
     assert document["plugins"][CRI_2]["containerd"]["runtimes"]["nvidia"]["options"]["SystemdCgroup"] is True
@@ -939,15 +895,13 @@ def test_a_full_disk_reverts_everything(machine: Machine) -> None:
     """ENOSPC at the second file: the first one is removed, containerd does not restart, and the next run succeeds."""
     machine.put(MAIN, MAIN_2)
     machine.before_write = failing(errno.ENOSPC, MAIN)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "Failed")
     assert "No space left on device" in machine.message("RuntimeConfigured")
     assert not machine.exists(DROP_IN)
     assert Notes(machine).load(CHANGED) == {}
     assert restarts(machine) == 0
     machine.before_write = lambda path: None
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert restarts(machine) == 1
 
 
@@ -967,16 +921,14 @@ def test_a_containerd_that_did_not_answer_is_run_again(
         return answer(argv) if "dump" in argv and (argv[2] == MAIN) is ours else containerd(machine, argv)
 
     machine.program("containerd", busy)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "Failed")
     assert expected in machine.message("RuntimeConfigured")
     assert "refuses" not in machine.message("RuntimeConfigured")
     assert machine.read_text(MAIN) == MAIN_2
     assert not machine.exists(DROP_IN)
     assert restarts(machine) == 0
     works(machine)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
 
 
 def loses(done: Completed) -> Completed:
@@ -1002,11 +954,9 @@ def test_a_change_while_a_fault_is_found_is_checked_by_the_next_run(machine: Mac
         return loses(done)
 
     on_read_back(machine, between)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "ReadBackFailed")
     works(machine)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
 
 
 def test_a_change_after_the_reading_is_checked_by_the_next_run(machine: Machine) -> None:
@@ -1029,8 +979,7 @@ def test_a_change_after_the_reading_is_checked_by_the_next_run(machine: Machine)
 def test_a_broken_main_file_stays(machine: Machine) -> None:
     """A main file that is not TOML stays, and nothing is written below /etc/containerd."""
     machine.put(MAIN, "version = ")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "Failed")
     assert f"{MAIN}: not TOML" in machine.message("RuntimeConfigured")
     assert machine.read_text(MAIN) == "version = "
     assert not machine.exists(DROP_IN)
@@ -1042,25 +991,16 @@ def test_a_broken_main_file_stays(machine: Machine) -> None:
 def test_a_pattern_that_only_go_understands_is_named(machine: Machine, pattern: str) -> None:
     """The agent would miss files that containerd loads, and lose their settings."""
     machine.put(MAIN, f"imports = ['{IMPORT}', '{pattern}']\n{MAIN_3}")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "Failed")
     assert machine.message("RuntimeConfigured").startswith(f"{MAIN}: key imports: the agent cannot read the pattern ")
     assert not machine.exists(DROP_IN)
-
-
-def test_what_both_understand_stays_a_pattern() -> None:
-    patterns = ("/etc/[a-c]?[0-9x]/*.toml", "/etc/[^a].toml", r"/etc/\a.toml")
-    content = f"imports = {json.dumps(patterns)}\n".encode()
-    assert parsed_imports(MAIN, content) == patterns, "without an asterisk, it is no pattern"
-    assert covers(patterns[0], "/etc/bxx/a.toml")
 
 
 def test_a_file_whose_name_is_not_utf_8_is_named(machine: Machine) -> None:
     """TOML cannot import it alone, as the agent must to see what containerd makes of all other files."""
     machine.put("/etc/containerd/conf.d/\udce9.toml", "version = 3\n")
     machine.put(MAIN, f'imports = ["{IMPORT}"]\n{MAIN_3}')
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "Failed")
     expected = r"/etc/containerd/conf.d/\udce9.toml is imported, but its name is not UTF-8 (rename it)"
     assert machine.message("RuntimeConfigured") == expected
 
@@ -1070,22 +1010,23 @@ def test_a_file_whose_name_is_not_utf_8_is_named(machine: Machine) -> None:
 def test_deep_nesting_does_not_crash(machine: Machine, path: str, text: str) -> None:
     """tomllib raises RecursionError, and so does everything that handles its result; both files are the machine's."""
     machine.put(path, text)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "Failed")
     assert "nested too deeply" in machine.message("RuntimeConfigured")
 
 
 def test_a_table_too_deep_to_copy_does_not_crash(machine: Machine) -> None:
     """tomllib reads a table's dotted name without recursion; everything that handles the table recurses."""
     machine.put(MAIN, f'version = 2\nimports = ["{IMPORT}"]\n[plugins."{CRI_2}"{".a" * 2000}]\n')
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "Failed")
 
 
-def test_a_foreign_drop_in_stays(machine: Machine) -> None:
+def test_a_foreign_file_stays(machine: Machine) -> None:
     machine.put(DROP_IN, "# theirs")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "ForeignFile")
+    assert machine.verdict("RuntimeConfigured") == ("False", "ForeignFile")
+    assert machine.read_text(DROP_IN) == "# theirs"
+    machine.put(DROP_IN, "# theirs")
+    place(machine, PART)
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert machine.read_text(DROP_IN) == "# theirs"
 
 
@@ -1103,8 +1044,7 @@ def test_a_drop_in_at_a_configured_path(machine: Machine) -> None:
     machine.put(MAIN, MAIN_2)
     machine.put("/etc/cri/conf.d/10-others.part", "not TOML, and nobody asked containerd to load it")
     place(machine, PART)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert PART in machine.message("RuntimeConfigured")
     assert machine.read_text(MAIN) == f'imports = ["{PART_IMPORT}"]\n{MAIN_2}'
     assert tomllib.loads(machine.read_text(PART))["plugins"][CRI_2]["enable_cdi"] is True
@@ -1112,11 +1052,9 @@ def test_a_drop_in_at_a_configured_path(machine: Machine) -> None:
 
 
 def test_an_existing_import_is_used(machine: Machine) -> None:
-    main = f'imports = ["/etc/cri/conf.d/*.part"]\n{MAIN_2}'
-    machine.put(MAIN, main)
+    machine.put(MAIN, main := f'imports = ["/etc/cri/conf.d/*.part"]\n{MAIN_2}')
     place(machine, PART)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert machine.read_text(MAIN) == main
 
 
@@ -1131,8 +1069,7 @@ def test_the_drop_in_moves_to_another_configured_path(machine: Machine, boot: bo
         if boot:
             machine.remove_tree(MACHINE_STATE)
         place(machine, path if path != DROP_IN else "")
-        run(machine)
-        assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+        assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
         assert machine.read(path) == ours
         assert not machine.exists(former)
         assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
@@ -1142,21 +1079,12 @@ def test_the_drop_in_moves_to_another_configured_path(machine: Machine, boot: bo
     assert machine.report()["repairs"]["containerd"] == 0, "nobody changed anything"
 
 
-def test_a_foreign_file_at_the_former_path_stays(machine: Machine) -> None:
-    machine.put(DROP_IN, "# theirs")
-    place(machine, PART)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
-    assert machine.read_text(DROP_IN) == "# theirs"
-
-
 def test_a_foreign_file_at_the_configured_path_stays(machine: Machine) -> None:
     run(machine)
     ours = machine.read(DROP_IN)
     machine.put(PART, "# theirs")
     place(machine, PART)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "ForeignFile")
+    assert machine.verdict("RuntimeConfigured") == ("False", "ForeignFile")
     assert (machine.read_text(PART), machine.read(DROP_IN)) == ("# theirs", ours)
 
 
@@ -1167,23 +1095,13 @@ def test_a_refused_move_is_reverted(machine: Machine) -> None:
     before = {path: machine.read(path) for path in (MAIN, DROP_IN)}
     on_read_back(machine, lambda done: done if machine.exists(DROP_IN) else REFUSED)
     place(machine, PART)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert machine.verdict("RuntimeConfigured") == ("False", "ReadBackFailed")
     assert {path: machine.read(path) for path in before} == before
     assert not machine.exists(PART)
     machine.put(MAIN, before[MAIN].decode().replace(DROP_IN, IMPORT))
     works(machine)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert not machine.exists(DROP_IN)
-
-
-def test_an_edited_drop_in_is_repaired(machine: Machine) -> None:
-    run(machine)
-    good = machine.read(DROP_IN)
-    machine.put(DROP_IN, "not toml =")
-    run(machine)
-    assert machine.read(DROP_IN) == good
 
 
 def test_a_repair_restarts_only_a_containerd_that_missed_the_file(machine: Machine) -> None:
@@ -1209,8 +1127,7 @@ def test_a_repair_restarts_only_a_containerd_that_missed_the_file(machine: Machi
     assert restarts(machine) == before
     machine.drop(DROP_IN)
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
-    run(machine)
-    assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
+    assert machine.verdict("RuntimeActive") == ("Unknown", "RestartPending")
     assert restarts(machine) == before + 1
 
 
@@ -1228,16 +1145,14 @@ def test_a_killed_repair_restarts_only_a_containerd_that_missed_the_file(machine
         run(machine)
     assert machine.exists(DROP_IN)
     works(machine)
-    run(machine)
-    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert machine.verdict("RuntimeActive") == ("True", "Running")
     assert restarts(machine) == before
 
 
 @pytest.mark.parametrize("missing", ["containerd", "nvidia-container-runtime"])
 def test_a_missing_program_is_named(machine: Machine, missing: str) -> None:
     machine.drop(f"/usr/bin/{missing}")
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"][0] == "False"
+    assert machine.verdict("RuntimeConfigured")[0] == "False"
     assert f"{missing} is not installed" in machine.message("RuntimeConfigured")
 
 
@@ -1269,16 +1184,12 @@ def test_the_runtime_config_keeps_the_packages_settings(machine: Machine) -> Non
         ("mode = ", "not TOML"),
         (f"mode = {'9' * 5000}", "not TOML"),
         (f"mode = {'[' * 5000}{']' * 5000}", "nested too deeply"),
+        ("nvidia-container-runtime.modes = 7\n", r"nvidia-container-runtime\.modes is not a table"),
     ],
 )
 def test_a_broken_runtime_config_is_reported(text: str, fault: str) -> None:
     with pytest.raises(AgentError, match=fault):
         edit_runtime_config(text)
-
-
-def test_a_runtime_config_that_is_not_a_table_is_reported() -> None:
-    with pytest.raises(AgentError, match=r"nvidia-container-runtime\.modes is not a table"):
-        edit_runtime_config("nvidia-container-runtime.modes = 7\n")
 
 
 @pytest.mark.parametrize(
@@ -1304,7 +1215,7 @@ EMPTY_LINES = "\n" * (1 << 20)
 """tomlkit would take 20 s for them."""
 
 
-def test_a_runtime_config_too_large_to_edit_is_refused_at_once() -> None:
+def test_a_file_too_large_to_edit_is_refused_at_once() -> None:
     began = time.process_time()
     with pytest.raises(DocumentError, match=r"config\.toml: has 1048583 characters, .*shorten or remove it"):
         edit_runtime_config(f"a = []\n{EMPTY_LINES}")
@@ -1338,14 +1249,11 @@ def test_the_first_table_is_found_after_any_value(value: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["x 1.7.{}", "x {}.7.24", "x v2.{}.1"])
-def test_an_endless_version_is_rejected(text: str) -> None:
+def test_an_endless_number_is_rejected(text: str) -> None:
     """int() rejects more than 4,300 digits."""
     with pytest.raises(DocumentError, match="no version"):
         parse_version(text.format("9" * 5000))
     with pytest.raises(DocumentError, match="no version"):
         parse_toolkit(f"CLI version {text.format('9' * 5000).removeprefix('x ')}")
-
-
-def test_an_endless_number_in_containerds_file_is_reported() -> None:
     with pytest.raises(DocumentError, match=f"{MAIN}: not TOML"):
         parse(MAIN, b"x = " + b"9" * 5000)

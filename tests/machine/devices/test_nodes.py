@@ -43,22 +43,15 @@ def machine(tmp_path: Path) -> Machine:
     return machine
 
 
-def test_a_node_that_is_no_longer_granted_is_removed(machine: Machine) -> None:
+@pytest.mark.parametrize("mounts", [1, 2])
+def test_a_node_that_is_no_longer_granted_is_removed(machine: Machine, mounts: int) -> None:
+    """systemd before 255 mounts on top of existing mounts."""
+    machine.mounts += ["/dev/nvidia1"] * (mounts - 1)
     machine.hand(LESS)
-    run(machine)
-    assert UMOUNT in machine.calls
+    assert machine.verdict("DevicesAllowed") == ("True", "Opened")
+    assert machine.calls.count(UMOUNT) == mounts
     assert not machine.exists("/dev/nvidia1")
     assert machine.exists("/dev/nvidia0")
-    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
-
-
-def test_a_node_that_was_bound_twice_is_removed_too(machine: Machine) -> None:
-    """systemd before 255 mounts on top of existing mounts."""
-    machine.mounts.append("/dev/nvidia1")
-    machine.hand(LESS)
-    run(machine)
-    assert machine.calls.count(UMOUNT) == 2
-    assert not machine.exists("/dev/nvidia1")
 
 
 def test_a_foreign_file_stays(machine: Machine) -> None:
@@ -75,8 +68,7 @@ def test_a_failed_removal_is_reported_and_retried(machine: Machine) -> None:
     machine.hand(LESS)
     working = machine.programs["umount"]
     machine.program("umount", lambda argv: Completed(32, b"", b"umount: permission denied"))
-    run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
+    assert machine.verdict("DevicesAllowed") == ("False", "NotWithdrawn")
     assert "permission denied" in machine.message("DevicesAllowed")
     machine.program("umount", working)
     run(machine)
@@ -126,8 +118,7 @@ def test_a_withdrawal_that_cannot_be_noted_costs_no_spec(machine: Machine, note:
             raise OSError(errno.ENOSPC, "No space left on device", path)
 
     machine.before_write = full
-    run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
+    assert machine.verdict("DevicesAllowed") == ("False", "NotWithdrawn")
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
 
 
@@ -145,27 +136,21 @@ def test_a_vendor_that_was_withdrawn_before_the_first_run_is_removed(machine: Ma
     assert machine.exists("/dev/kvm"), "somebody may have bound it by hand: no setting of ours is for nodes of GPUs"
 
 
-def test_an_unreadable_note_is_not_an_empty_one(machine: Machine) -> None:
+@pytest.mark.parametrize("unreadable", [True, False])
+def test_a_note_that_cannot_be_read_or_written_costs_no_report(machine: Machine, unreadable: bool) -> None:
+    """An unreadable note is not an empty one."""
     machine.hand(LESS)
-    machine.mounts.remove("/dev/nvidia1")
-    machine.before_read = failing(errno.EIO, "/granted-nvidia.json")
-    run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
+    if unreadable:
+        machine.mounts.remove("/dev/nvidia1")
+        machine.before_read = failing(errno.EIO, "/granted-nvidia.json")
+    else:
+        machine.before_write = failing(errno.ENOSPC, "/granted-nvidia.json")
+    assert machine.verdict("DevicesAllowed") == ("False", "NotWithdrawn")
+    assert ("No space left on device" in machine.message("DevicesAllowed")) is not unreadable
     assert machine.conditions()["LibrariesLinked"][0] == "True"
-    machine.before_read = lambda path: None
-    run(machine)
+    machine.before_read = machine.before_write = lambda path: None
+    assert machine.verdict("DevicesAllowed") == ("True", "Opened")
     assert not machine.exists("/dev/nvidia1"), "the empty file that the node was mounted on"
-    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
-
-
-def test_a_full_run_directory_costs_no_report(machine: Machine) -> None:
-    """If a withdrawal cannot be noted, only its own condition says so."""
-    machine.hand(LESS)
-    machine.before_write = failing(errno.ENOSPC, "/granted-nvidia.json")
-    run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
-    assert "No space left on device" in machine.message("DevicesAllowed")
-    assert machine.conditions()["LibrariesLinked"][0] == "True"
 
 
 def test_the_mount_of_a_node_that_the_host_removed_is_unmounted(machine: Machine) -> None:
@@ -179,8 +164,7 @@ def test_the_mount_of_a_node_that_the_host_removed_is_unmounted(machine: Machine
     machine.node("/dev/nvidia1", 195, 1)
     machine.mounts.append("/dev/nvidia1")
     machine.calls.clear()
-    run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+    assert machine.verdict("DevicesAllowed") == ("True", "Opened")
     assert UMOUNT not in machine.calls
 
 
@@ -207,8 +191,7 @@ def test_a_daemons_recreated_directory_is_unmounted(machine: Machine) -> None:
 def test_a_removed_mount_that_stays_is_reported(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.removed.append("/dev/nvidia1")
     machine.program("umount", lambda argv: Completed(32, b"", b"umount: permission denied"))
-    run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert machine.verdict("DevicesAllowed") == ("False", "WrongNode")
     assert "cannot unmount /dev/nvidia1, which was removed on the host: umount" in capsys.readouterr().err
 
 
@@ -231,8 +214,7 @@ def test_a_process_with_a_withdrawn_node_open_is_named_until_it_exits(machine: M
     assert "LeftOpen" not in machine.message("DevicesAllowed"), "what is granted may be open"
     machine.hand(LESS)
     for _ in range(2):
-        run(machine)
-        assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+        assert machine.verdict("DevicesAllowed") == ("True", "Opened")
         assert machine.message("DevicesAllowed").endswith(f"{LEFT_OPEN}PID 77 (python3), pod work/cuda: /dev/nvidia1")
     shutil.rmtree(directory)
     run(machine)
@@ -288,27 +270,29 @@ def listings(machine: Machine) -> list[str]:
     return [path for path in listed if path == "/proc"]
 
 
-def test_a_process_that_cannot_be_inspected_is_counted_once(machine: Machine) -> None:
-    """Some processes never can be; runs of every minute must not go on trying forever."""
+DENIED = PermissionError(errno.EACCES, "Permission denied")
+CANNOT_TELL = "cannot tell which processes still have nodes open that are no longer granted: "
+
+
+@pytest.mark.parametrize(
+    ("directory", "error", "remark", "tries"),
+    [
+        # Some processes never can be inspected; runs of every minute must not go on trying forever.
+        ("/proc/77/task/77/fd", DENIED, "; 1 process could not be inspected, and may still have nodes open", 1),
+        ("/proc", ValueError("line 3 of maps"), f"{CANNOT_TELL}line 3 of maps", FAILED_SEARCHES),
+        ("/proc", DENIED, f"{CANNOT_TELL}{DENIED}", FAILED_SEARCHES),
+    ],
+)
+def test_a_failed_inspection_costs_no_report(
+    machine: Machine, directory: str, error: Exception, remark: str, tries: int
+) -> None:
     hold(machine)
-    machine.before_list = refuse("/proc/77/task/77/fd", PermissionError(errno.EACCES, "Permission denied"))
     machine.hand(LESS)
-    run(machine)
-    assert "; 1 process could not be inspected, and may still have nodes open" in machine.message("DevicesAllowed")
-    assert not listings(machine)
-    assert "could not be inspected" not in machine.message("DevicesAllowed")
-
-
-@pytest.mark.parametrize("error", [ValueError("line 3 of maps"), PermissionError(errno.EACCES, "Permission denied")])
-def test_a_failed_inspection_costs_no_report(machine: Machine, error: Exception) -> None:
-    machine.hand(LESS)
-    machine.before_list = refuse("/proc", error)
-    run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
-    remark = f"cannot tell which processes still have nodes open that are no longer granted: {error}"
+    machine.before_list = refuse(directory, error)
+    assert machine.verdict("DevicesAllowed") == ("True", "Opened")
     assert remark in machine.message("DevicesAllowed")
-    assert len(listings(machine)) == FAILED_SEARCHES - 1
-    assert "cannot tell" not in machine.message("DevicesAllowed")
+    assert len(listings(machine)) == tries - 1
+    assert remark not in machine.message("DevicesAllowed")
 
 
 def test_a_hanging_inspection_ends_at_its_limit(machine: Machine) -> None:
@@ -335,19 +319,15 @@ def gpus_of(machine: Machine, kind: str) -> list[str]:
     return next(each.get("gpus", []) for each in machine.report()["conditions"] if each["type"] == kind)
 
 
-def test_a_gpu_that_does_not_open_is_the_only_one_that_the_fault_concerns(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("paths", "gpus"), [(["/dev/nvidia1"], [GPUS[1]]), (["/dev/nvidia1", "/dev/nvidiactl"], [])])
+def test_a_gpu_that_does_not_open_is_the_only_one_that_the_fault_concerns(
+    tmp_path: Path, paths: list[str], gpus: list[str]
+) -> None:
+    """A shared node concerns all."""
     machine = gpu_machine(tmp_path)
-    machine.program("open_nodes", opening(errno.EIO, "/dev/nvidia1"))
-    run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
-    assert gpus_of(machine, "DevicesAllowed") == [GPUS[1]]
-
-
-def test_a_shared_node_that_does_not_open_concerns_all_gpus(tmp_path: Path) -> None:
-    machine = gpu_machine(tmp_path)
-    machine.program("open_nodes", opening(errno.EIO, "/dev/nvidia1", "/dev/nvidiactl"))
-    run(machine)
-    assert gpus_of(machine, "DevicesAllowed") == []
+    machine.program("open_nodes", opening(errno.EIO, *paths))
+    assert machine.verdict("DevicesAllowed") == ("False", "GPUFailed")
+    assert gpus_of(machine, "DevicesAllowed") == gpus
 
 
 def test_a_missing_node_does_not_keep_the_others_from_being_tried(tmp_path: Path) -> None:
@@ -356,7 +336,6 @@ def test_a_missing_node_does_not_keep_the_others_from_being_tried(tmp_path: Path
     machine.drop("/dev/nvidia1")
     del machine.nodes["/dev/nvidia1"]
     machine.program("open_nodes", opening(errno.EIO, "/dev/nvidia0"))
-    run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert machine.verdict("DevicesAllowed") == ("False", "WrongNode")
     assert "/dev/nvidia0 does not open (EIO)" in machine.message("DevicesAllowed")
     assert gpus_of(machine, "DevicesAllowed") == [GPUS[1], GPUS[0]]

@@ -37,29 +37,25 @@ def test_every_granted_gpu_is_advertised(serving: Kubelet) -> None:
     serving.machine.calls.clear()
     assert serving.condition() == ("True", "Advertised")
     assert not [call for call in serving.machine.calls if "kubelet" in " ".join(call)], "no process for it"
+    assert serving.condition() == ("True", "Advertised")
+    listener = serving.sockets[PLUGIN_SOCKET]
+    connection, _ = listener.accept()
+    with connection:
+        assert connection.recv(1) == b"", "closed without a byte"
 
 
-def test_a_gpu_added_after_the_plugins_start_needs_its_restart(serving: Kubelet) -> None:
-    """The plugin searches for GPUs only when it starts, which also creates its socket again."""
-    serving.advertise(gpu=list(UUIDS[:1]))
+def test_a_gpu_added_or_removed_after_the_plugins_start_needs_its_restart(serving: Kubelet) -> None:
+    """The plugin searches for GPUs only when it starts, which also creates its socket again.
+
+    NVIDIA's Network Operator offers `nvidia.com/hostdev`, which shows nothing about a device plugin for GPUs.
+    """
+    serving.advertise(gpu=list(UUIDS[:1]), hostdev=["0000:3b:00.0"])
     serving.publish_later()
     assert serving.condition() == ("False", "DevicePluginRestartNeeded")
     assert UUIDS[1] in serving.message()
+    assert "hostdev" not in serving.message()
     serving.begin_later()
     assert serving.condition() == ("False", "GPUsMissing")
-
-
-def test_network_devices_with_the_same_prefix_are_no_gpus(kubelet: Kubelet) -> None:
-    """NVIDIA's Network Operator offers `nvidia.com/hostdev`. That shows nothing about a device plugin for GPUs."""
-    kubelet.serve()
-    kubelet.advertise(gpu=list(UUIDS[:1]), hostdev=["0000:3b:00.0"])
-    kubelet.publish_later()
-    assert kubelet.condition() == ("False", "DevicePluginRestartNeeded")
-    assert "hostdev" not in kubelet.message()
-
-
-def test_a_removed_gpu_needs_the_plugins_restart(serving: Kubelet) -> None:
-    """Apart from its health checks, the plugin continues to offer a removed GPU."""
     serving.advertise(gpu=[*UUIDS, OTHER])
     serving.publish_later()
     assert serving.condition() == ("False", "DevicePluginRestartNeeded")
@@ -72,14 +68,6 @@ def test_an_unhealthy_gpu_needs_no_restart(serving: Kubelet) -> None:
     assert serving.condition() == ("True", "Advertised")
     serving.advertise(gpu=list(UUIDS[:1]))
     assert serving.condition() == ("False", "GPUsMissing")
-
-
-def test_the_check_sends_nothing_and_keeps_no_connection(serving: Kubelet) -> None:
-    assert serving.condition() == ("True", "Advertised")
-    listener = serving.sockets[PLUGIN_SOCKET]
-    connection, _ = listener.accept()
-    with connection:
-        assert connection.recv(1) == b"", "closed without a byte"
 
 
 def test_time_slicing_is_compared_by_gpu(serving: Kubelet) -> None:
@@ -236,44 +224,35 @@ def ahead(kubelet: Kubelet, path: str) -> None:
 
 
 def test_a_plugin_that_has_not_registered(kubelet: Kubelet) -> None:
+    """Plugins of other vendors do not matter."""
     kubelet.listen(KUBELET_SOCKET)
+    assert kubelet.condition() == ("Unknown", "NoDevicePlugin")
+    kubelet.listen(f"{PLUGINS}/other.sock")
+    kubelet.checkpoint(json.dumps({"Data": {"RegisteredDevices": {"example.com/nic": ["GPU-1"]}}}))
     assert kubelet.condition() == ("Unknown", "NoDevicePlugin")
     kubelet.listen(PLUGIN_SOCKET)
     assert kubelet.condition() == ("False", "NotRegistered")
 
 
-def test_plugins_of_other_vendors_do_not_matter(kubelet: Kubelet) -> None:
-    kubelet.listen(KUBELET_SOCKET)
-    kubelet.listen(f"{PLUGINS}/other.sock")
-    kubelet.checkpoint(json.dumps({"Data": {"RegisteredDevices": {"example.com/nic": ["GPU-1"]}}}))
-    assert kubelet.condition() == ("Unknown", "NoDevicePlugin")
-
-
-def test_ids_that_are_not_uuids(serving: Kubelet) -> None:
+def test_ids_of_other_plugins(serving: Kubelet) -> None:
     """Google's plugin has such IDs."""
     serving.advertise(gpu=["nvidia0", "nvidia1"])
     assert serving.condition() == ("Unknown", "UnknownIDs")
-
-
-def test_without_a_spec_nothing_is_known_to_be_granted(serving: Kubelet) -> None:
     for path in (OWNED, OWNED_COPY):
         serving.machine.drop(path)
     serving.machine.put("/etc/cdi/nvidia.yaml", "theirs")
     assert serving.condition() == ("Unknown", "NotPublished")
 
 
-@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.touch(),
-                                  lambda path: path.symlink_to("/dev/null"), os.mkfifo])  # fmt: skip
-def test_other_files_in_place_of_a_socket(kubelet: Kubelet, make: Callable[[Path], object]) -> None:
-    """Pods of device plugins write to this directory."""
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.touch(), os.mkfifo, None,
+                                  lambda path: path.symlink_to("/dev/null")])  # fmt: skip
+def test_other_files_in_place_of_a_socket(kubelet: Kubelet, make: Callable[[Path], object] | None) -> None:
+    """Pods of device plugins write to this directory. None stands for a socket of another type."""
     kubelet.listen(KUBELET_SOCKET)
-    make(kubelet.machine.tree / PLUGIN_SOCKET[1:])
-    assert kubelet.condition() == ("False", "DevicePluginDown")
-
-
-def test_a_socket_of_another_type(kubelet: Kubelet) -> None:
-    kubelet.listen(KUBELET_SOCKET)
-    kubelet.listen(PLUGIN_SOCKET, socket.SOCK_DGRAM)
+    if make is None:
+        kubelet.listen(PLUGIN_SOCKET, socket.SOCK_DGRAM)
+    else:
+        make(kubelet.machine.tree / PLUGIN_SOCKET[1:])
     assert kubelet.condition() == ("False", "DevicePluginDown")
 
 
@@ -338,11 +317,8 @@ def test_a_checkpoint_that_is_not_a_file_or_too_large(serving: Kubelet) -> None:
         (f"GPU-{UUID}::3", f"GPU-{UUID}"),
         (f"GPU-{UUID}-3", f"GPU-{UUID}"),
         (f"MIG-{UUID}", f"MIG-{UUID}"),
-        (f"MIG-{UUID}::0", f"MIG-{UUID}"),
         (f"MIG-{UUID}-0", f"MIG-{UUID}"),
-        (f"MIG-GPU-{UUID}/1/0", f"MIG-GPU-{UUID}/1/0"),
         (f"MIG-GPU-{UUID}/1/0::12", f"MIG-GPU-{UUID}/1/0"),
-        (f"MIG-GPU-{UUID}/1/0-12", f"MIG-GPU-{UUID}/1/0"),
         (f"GPU-{UUID}::x", ""),
         (f"GPU-{UUID}-x", ""),
         (f"GPU-{UUID}-3-4", ""),
@@ -350,11 +326,8 @@ def test_a_checkpoint_that_is_not_a_file_or_too_large(serving: Kubelet) -> None:
         (f"GPU-{UUID}0", ""),
         (f"GPU-{UUID[:-1]}", ""),
         ("GPU-7a0e", ""),
-        ("nvidia0", ""),
-        ("0", ""),
         ("0:1", ""),
         ("all", ""),
-        ("none", ""),
     ],
 )
 def test_identity_in_a_device_name(name: str, gpu: str) -> None:

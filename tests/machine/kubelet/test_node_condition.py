@@ -4,6 +4,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,36 +215,34 @@ def test_arguments_of_the_kubelet(node: Node, arguments: tuple[str, ...], name: 
     assert node.requests == [("PATCH", f"{NODES}/{name}/status", "Bearer another")]
 
 
+POD = "0::/kubepods.slice/kubepods-burstable.slice/cri-containerd-1.scope"
+
+
 @pytest.mark.parametrize(
-    ("cgroup", "pids"),
+    "process",
     [
-        ("0::/kubepods.slice/kubepods-burstable.slice/cri-containerd-1.scope", "30\t1"),
-        ("0::/kubepods.slice/kubepods-burstable.slice/cri-containerd-1.scope", "30"),
-        ("0::/kubepods.slice/x.slice/cri-containerd-1.scope/system.slice/kubelet.service", "30"),
-        ("0::/kubepods/burstable/pod1/1", "30"),
-        ("0::/k8s.io/1", "30"),
-        ("1:name=systemd:/kubepods/burstable/pod1/1\n0::/system.slice/containerd.service", "30"),
-        ("0::/node.slice/node-kubepods.slice/node-kubepods-pod1.slice", "30"),
-        ("0::/system.slice/app.service/libpod-payload-1", "30"),
-        (SERVICE, "30\t1"),
+        {"cgroup": POD, "pids": "30\t1"},
+        {"cgroup": POD},
+        {"cgroup": "0::/kubepods.slice/x.slice/cri-containerd-1.scope/system.slice/kubelet.service"},
+        {"cgroup": "0::/kubepods/burstable/pod1/1"},
+        {"cgroup": "0::/k8s.io/1"},
+        {"cgroup": "1:name=systemd:/kubepods/burstable/pod1/1\n0::/system.slice/containerd.service"},
+        {"cgroup": "0::/node.slice/node-kubepods.slice/node-kubepods-pod1.slice"},
+        {"cgroup": "0::/system.slice/app.service/libpod-payload-1"},
+        {"pids": "30\t1"},
+        # `nerdctl run --pid=host`: process ids are the machine's, and a container may name its cgroup as it likes.
+        {"parent": 20},
+        {"users": "1000\t1000\t1000\t1000"},
+        # A setuid program with another name keeps the real user that started it.
+        {"users": "1000\t0\t0\t0"},
+        {"cgroup": "0::/user.slice/user-0.slice/user@0.service/app.slice/x.service"},
     ],
 )
-def test_a_kubelet_in_a_container_is_not_trusted(node: Node, cgroup: str, pids: str) -> None:
+def test_a_kubelet_in_a_container_or_of_another_user_is_not_trusted(node: Node, process: dict[str, Any]) -> None:
     """A kubeconfig can name a program, which would run as root in the machine."""
-    forged = ("kubelet", "--kubeconfig=/var/lib/kubelet/pods/1/volumes/evil.conf")
-    # Its parent is the main process of a service, like the parent of a container that a unit starts with podman.
-    node.process(30, *forged, cgroup=cgroup, pids=pids, parent=40)
-    run(node, NOW)
-    assert node.requests == [GOOD]
-    node.drop("/proc/40/cmdline")
-    run(node, NOW + 1)
-    assert node.outcome() == ("False", "KubeletNotRunning")
-
-
-def test_a_kubelet_in_a_container_whose_cgroup_has_the_units_name_is_not_trusted(node: Node) -> None:
-    """`nerdctl run --pid=host`: the process ids are the machine's, and a container may name its cgroup as it likes."""
     node.process(20, "/usr/bin/containerd-shim-runc-v2", cgroup="0::/system.slice/containerd.service")
-    node.process(30, "kubelet", "--kubeconfig=/evil", cgroup=SERVICE, parent=20)
+    # Its parent is the main process of a service, like the parent of a container that a unit starts with podman.
+    node.process(30, "kubelet", "--kubeconfig=/home/user/evil", **{"parent": 40, **process})
     run(node, NOW)
     assert node.requests == [GOOD]
     node.drop("/proc/40/cmdline")
@@ -251,11 +250,20 @@ def test_a_kubelet_in_a_container_whose_cgroup_has_the_units_name_is_not_trusted
     assert node.outcome() == ("False", "KubeletNotRunning")
 
 
-def test_a_kubelet_that_a_service_starts_is_trusted(node: Node) -> None:
+def test_systemd_is_asked_about_the_service_that_starts_the_kubelet_only_after_its_start(node: Node) -> None:
     started_by_k0s(node)
     node.put(KUBECONFIG, node.api.kubeconfig(token="another"))
-    run(node, NOW)
+    for second in (0, 60):
+        node.process(30, *KUBELET, cgroup="0::/system.slice/other.service", parent=20)
+        run(node, NOW + second)
+        assert node.outcome() == ("True", "Set")
     assert node.requests == [("PATCH", STATUS, "Bearer another")]
+    assert node.asked == [("k0sworker.service", "other.service")]
+    # k0s has ended, and another process has its id.
+    node.process(20, "sleep", cgroup="0::/user.slice")
+    node.services()
+    run(node, NOW + 120)
+    assert node.outcome() == ("False", "KubeletNotRunning")
 
 
 def started_by_k0s(node: Node) -> None:
@@ -283,67 +291,40 @@ def test_a_process_that_gets_the_id_of_the_kubelet_is_not_trusted(node: Node, pi
     assert node.requests == []
 
 
-def test_a_kubelet_that_put_itself_into_another_cgroup_is_trusted(node: Node) -> None:
-    """--kubelet-cgroups: no cgroup names its service."""
-    node.process(40, *KUBELET, cgroup="0::/system.slice")
-    run(node, NOW)
-    assert node.asked == [("*.service",)]
-    node.process(40, *KUBELET, cgroup="0::/system.slice/other.service")
-    run(node, NOW + 60)
-    assert node.asked[1:] == [("other.service",), ("*.service",)]
-    assert node.outcome() == ("True", "Set")
-
-
 def test_systemd_is_asked_about_the_kubelet_only_after_its_start(node: Node) -> None:
-    """The question of all services made systemd read each of them, every minute."""
+    """The question of all services made systemd read each of them, every minute.
+
+    With --kubelet-cgroups, no cgroup names the kubelet's service.
+    """
     run(node, NOW)
     assert node.asked == [("kubelet.service",)]
     calls = len(node.calls)
     run(node, NOW + 60)
     assert node.calls[calls:] == []
-    node.process(40, *KUBELET)
+    node.process(40, *KUBELET, cgroup="0::/system.slice")
     run(node, NOW + 120)
-    assert node.asked == [("kubelet.service",)] * 2
+    assert node.asked[1:] == [("*.service",)]
+    node.process(40, *KUBELET, cgroup="0::/system.slice/other.service")
+    run(node, NOW + 180)
+    assert node.asked[2:] == [("other.service",), ("*.service",)]
     assert node.outcome() == ("True", "Set")
 
 
-def test_systemd_is_asked_about_the_service_that_starts_the_kubelet_only_after_its_start(node: Node) -> None:
-    started_by_k0s(node)
-    for second in (0, 60):
-        node.process(30, *KUBELET, cgroup="0::/system.slice/other.service", parent=20)
-        run(node, NOW + second)
-        assert node.outcome() == ("True", "Set")
-    assert node.asked == [("k0sworker.service", "other.service")]
-    # k0s has ended, and another process has its id.
-    node.process(20, "sleep", cgroup="0::/user.slice")
-    node.services()
-    run(node, NOW + 120)
-    assert node.outcome() == ("False", "KubeletNotRunning")
-
-
-def test_a_process_that_gets_the_id_of_a_known_kubelet_is_not_trusted(node: Node) -> None:
-    run(node, NOW)
-    node.services()
-    node.process(40, *KUBELET)
-    run(node, NOW + 60)
-    assert node.outcome() == ("False", "KubeletNotRunning")
-
-
-@pytest.mark.parametrize("change", [{"cgroup": "0::/kubepods/burstable/pod1/1"}, {"users": "1000\t0\t0\t0"}])
-def test_a_known_kubelet_must_still_be_outside_containers_and_roots(node: Node, change: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"cgroup": "0::/kubepods/burstable/pod1/1"}, {"users": "1000\t0\t0\t0"}, {"another": "process"}]
+)
+def test_a_known_kubelet_must_still_be_one(node: Node, change: dict[str, str]) -> None:
+    """It is outside containers, root's, and the process that systemd started."""
     run(node, NOW)
     stat = node.read("/proc/40/stat")
-    node.process(40, *KUBELET, **change)  # type: ignore[arg-type]
-    node.put("/proc/40/stat", stat)
+    if "another" in change:
+        node.services()
+        node.process(40, *KUBELET)
+    else:
+        node.process(40, *KUBELET, **change)  # type: ignore[arg-type]
+        node.put("/proc/40/stat", stat)
     run(node, NOW + 60)
     assert node.outcome() == ("False", "KubeletNotRunning")
-
-
-@pytest.mark.parametrize("name", ["*.service", "--host=evil.service", "@.service"])
-def test_a_cgroup_whose_name_a_container_chose_does_not_hide_the_kubelet(node: Node, name: str) -> None:
-    node.process(30, *KUBELET, cgroup=f"0::/system.slice/{name}")
-    run(node, NOW)
-    assert node.outcome() == ("True", "Set")
 
 
 def test_no_process_is_trusted_without_an_answer_of_systemd(node: Node) -> None:
@@ -353,19 +334,11 @@ def test_no_process_is_trusted_without_an_answer_of_systemd(node: Node) -> None:
     assert "Failed to connect to bus" in node.outcome_message()
 
 
-@pytest.mark.parametrize(
-    ("users", "cgroup"),
-    [
-        ("1000\t1000\t1000\t1000", SERVICE),
-        # A setuid program with another name keeps the real user that started it.
-        ("1000\t0\t0\t0", SERVICE),
-        ("0\t0\t0\t0", "0::/user.slice/user-0.slice/user@0.service/app.slice/x.service"),
-    ],
-)
-def test_a_kubelet_of_another_user_is_not_trusted(node: Node, users: str, cgroup: str) -> None:
-    node.process(30, "kubelet", "--kubeconfig=/home/user/evil", cgroup=cgroup, users=users, parent=40)
+@pytest.mark.parametrize("name", ["*.service", "--host=evil.service", "@.service"])
+def test_a_cgroup_whose_name_a_container_chose_does_not_hide_the_kubelet(node: Node, name: str) -> None:
+    node.process(30, *KUBELET, cgroup=f"0::/system.slice/{name}")
     run(node, NOW)
-    assert node.requests == [GOOD]
+    assert node.outcome() == ("True", "Set")
 
 
 @pytest.mark.parametrize("path", ["/etc/default/kubelet", "/usr/bin/kubelet", "./kubelet"])
@@ -556,7 +529,8 @@ def test_a_damaged_note_counts_as_empty(node: Node, changed: dict[str, object]) 
     assert node.outcome() == ("True", "Set")
 
 
-def test_the_report_has_the_outcome_of_the_last_run(node: Node) -> None:
+def test_the_report_has_the_outcome_of_the_last_run(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the clock was set."""
     node.publish_status()
     node.api.answer = lambda *_: failure(403, "no")
     run(node, NOW)
@@ -565,9 +539,7 @@ def test_the_report_has_the_outcome_of_the_last_run(node: Node) -> None:
     run(node, NOW - SILENT_AFTER - 10)
     run_setup(node)
     assert node.conditions()["NodeConditionSet"] == ("Unknown", "NotTried")
-
-
-def test_the_outcome_counts_after_the_clock_was_set(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.api.answer = None
     node.publish_status(evaluated=time.time())
     node_condition.run(node)
     wall = time.time

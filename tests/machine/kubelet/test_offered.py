@@ -63,10 +63,16 @@ def well() -> DraStatus:
     return DraStatus(time.time(), "kube1", registered=True, offers=(OFFER,))
 
 
-def test_the_devices_of_the_verified_specification_are_published(machine: Machine) -> None:
+def test_what_is_published_is_what_the_verified_specification_has(machine: Machine) -> None:
     run(machine)
     assert allocatable(machine) == (AllocatableVendor("nvidia", BOTH, "", VERSION),)
     assert machine.mode(ALLOCATABLE) == 0o600
+    # agent.dra waits for changes of the file.
+    run(machine)
+    before = machine.identity(ALLOCATABLE)
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    assert machine.identity(ALLOCATABLE) == before
 
 
 def test_nothing_is_published_for_a_device_plugin(machine: Machine) -> None:
@@ -75,15 +81,6 @@ def test_nothing_is_published_for_a_device_plugin(machine: Machine) -> None:
     run(machine)
     assert not machine.exists(ALLOCATABLE)
     assert machine.conditions()["GPUsAdvertised"] == ("Unknown", "NoKubelet")
-
-
-def test_a_run_that_changes_nothing_writes_nothing(machine: Machine) -> None:
-    """agent.dra waits for changes of the file."""
-    run(machine)
-    before = machine.identity(ALLOCATABLE)
-    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
-    run(machine)
-    assert machine.identity(ALLOCATABLE) == before
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 100])
@@ -127,7 +124,7 @@ def test_a_name_that_another_specification_takes_is_not_allocatable(machine: Mac
     assert allocatable(machine)[0].devices == BOTH[:1]
 
 
-def test_a_gpu_in_mig_mode_is_allocatable_by_its_instances() -> None:
+def test_identities_of_allocatable_gpus() -> None:
     names = {each["name"] for each in mig_spec()["devices"]}
     found = NvidiaMachine().allocatable(mig_spec(), MIG_REQUEST, names)
     partitions = {each.partition: each.cdi_names for each in found if each.pci_address == GPUS[0]}
@@ -138,9 +135,6 @@ def test_a_gpu_in_mig_mode_is_allocatable_by_its_instances() -> None:
     whole = {"name": UUIDS[0], "containerEdits": {"deviceNodes": [{"path": "/dev/nvidia0"}]}}
     both = {**mig_spec(), "devices": [*mig_spec()["devices"], whole]}
     assert NvidiaMachine().allocatable(both, MIG_REQUEST, {*names, UUIDS[0]}) == found, "never both"
-
-
-def test_gpus_of_other_vendors_are_named_by_address() -> None:
     names = {"0", "0000:83:00.0", "all"}
     spec = {"kind": "amd.com/gpu", "devices": [{"name": name, "containerEdits": {}} for name in sorted(names)]}
     request = EMPTY._replace(vendor="amd", gpus=("0000:83:00.0", "0000:84:00.0"))
@@ -166,16 +160,13 @@ def test_every_gpu_is_offered(kubelet: Kubelet) -> None:
     ("change", "reason", "words"),
     [
         ({"at": 0.0}, "DRADriverDown", "has reported nothing since 1970-01-01T00:00:00Z"),
+        ({"at": time.time() + 86400}, "DRADriverDown", "has reported nothing since"),
         ({"reason": "NoKubeconfig", "message": "no file"}, "NoKubeconfig", "no file"),
         ({"registered": False}, "NotRegistered", "the kubelet has not accepted"),
         ({"registered": False, "message": "other type"}, "NotRegistered", "with a GPU; other type"),
         ({"offers": (OFFER._replace(reason="Refused", message="403"),)}, "Refused", "403"),
         ({"offers": (OFFER._replace(gpus=GPUS[:1]),)}, "GPUsMissing", f"although ready for pods: {GPUS[1]}"),
-        (
-            {"offers": (OFFER._replace(gpus=(*GPUS, "0000:09:00.0")),)},
-            "StaleGPUs",
-            "but not (or no longer) granted: 0000:09:00.0",
-        ),
+        ({"offers": (OFFER._replace(gpus=(*GPUS, "0000:09:00.0")),)}, "StaleGPUs", "no longer) granted: 0000:09:00.0"),
     ],
 )
 def test_what_keeps_gpus_from_pods_is_named(
@@ -184,11 +175,6 @@ def test_what_keeps_gpus_from_pods_is_named(
     tell(kubelet.machine, well()._replace(**change))  # type: ignore[arg-type]
     assert kubelet.condition() == ("False", reason)
     assert words in kubelet.message()
-
-
-def test_a_status_from_the_future_proves_nothing(kubelet: Kubelet) -> None:
-    tell(kubelet.machine, well()._replace(at=time.time() + DRA_STATUS_SILENT_AFTER + 60))
-    assert kubelet.condition() == ("False", "DRADriverDown")
 
 
 @pytest.mark.parametrize("jump", [-86400.0, 3600.0])
@@ -212,14 +198,11 @@ def test_a_service_that_has_never_reported_or_writes_nonsense(kubelet: Kubelet) 
     assert "dra-status.json: not JSON" in kubelet.message()
 
 
-def test_without_a_kubelet_the_service_is_not_blamed(machine: Machine, kubelet: Kubelet) -> None:
+def test_the_service_is_not_blamed_for_a_missing_kubelet_or_specification(machine: Machine, kubelet: Kubelet) -> None:
+    machine.program("nvidia-ctk", "", status=1)
+    tell(machine, well()._replace(offers=()))
+    assert kubelet.condition() == ("Unknown", "NotPublished")
     kubelet.kill(KUBELET_SOCKET)
     assert kubelet.condition() == ("Unknown", "KubeletDown")
     machine.remove_tree(PLUGINS)
     assert kubelet.condition() == ("Unknown", "NoKubelet")
-
-
-def test_without_a_specification_nothing_can_be_offered(kubelet: Kubelet) -> None:
-    kubelet.machine.program("nvidia-ctk", "", status=1)
-    tell(kubelet.machine, well()._replace(offers=()))
-    assert kubelet.condition() == ("Unknown", "NotPublished")

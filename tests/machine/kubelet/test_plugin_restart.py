@@ -47,6 +47,7 @@ def test_the_container_that_serves_is_stopped_once(outdated: Kubelet, cgroup: st
     assert command[0] == "/usr/local/bin/crictl"
     assert "stop" in command
     assert command[-1] == CONTAINER
+    assert "--no-block" in next(call for call in outdated.machine.calls if call[0] == "systemd-run")
     message = outdated.message()
     assert CONTAINER[:13] in message
     assert "restart 1 " in message
@@ -79,12 +80,6 @@ def test_a_hard_link_of_another_plugins_socket_is_not_trusted(outdated: Kubelet)
     assert not restarts(outdated.machine)
 
 
-def test_the_restart_is_not_waited_for(outdated: Kubelet) -> None:
-    outdated.condition()
-    (call,) = (call for call in outdated.machine.calls if call[0] == "systemd-run")
-    assert "--no-block" in call
-
-
 def test_another_gpu_soon_after_waits(outdated: Kubelet) -> None:
     """GPUs that are often added and removed must not keep the plugin from working."""
     outdated.condition()
@@ -99,13 +94,10 @@ def test_another_gpu_soon_after_waits(outdated: Kubelet) -> None:
     assert "restart 2 " in outdated.message()
 
 
-def test_no_restart_unless_configured(outdated: Kubelet) -> None:
+def test_no_restart_unless_it_is_configured_and_helps(outdated: Kubelet) -> None:
     outdated.machine.hand(REQUEST)
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
-    assert not restarts(outdated.machine)
-
-
-def test_no_restart_unless_it_helps(outdated: Kubelet) -> None:
+    outdated.machine.hand(REQUEST, restart_device_plugin=True)
     outdated.begin_later()
     assert outdated.condition() == ("False", "GPUsMissing")
     assert not restarts(outdated.machine)
@@ -117,17 +109,15 @@ def test_no_restart_unless_it_helps(outdated: Kubelet) -> None:
     f"0::/system.slice/docker-{CONTAINER}.scope\n",
     "0::/kubepods.slice/kubepods-besteffort.slice\n",
     "",
+    None,
 ])  # fmt: skip
-def test_a_plugin_outside_of_pods_is_left_alone(outdated: Kubelet, cgroup: str) -> None:
-    outdated.machine.put(CGROUP, cgroup)
+def test_a_plugin_outside_of_pods_is_left_alone(outdated: Kubelet, cgroup: str | None) -> None:
+    """None stands for a plugin that has just exited."""
+    outdated.machine.put(CGROUP, cgroup or "")
+    if cgroup is None:
+        outdated.machine.drop(CGROUP)
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     assert "is not running in a pod's container" in outdated.message()
-    assert not restarts(outdated.machine)
-
-
-def test_a_plugin_that_has_just_exited_is_left_alone(outdated: Kubelet) -> None:
-    outdated.machine.drop(CGROUP)
-    assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     assert not restarts(outdated.machine)
 
 

@@ -30,22 +30,17 @@ def with_a_spec(kubelet: Kubelet) -> None:
 
 
 def test_a_correct_spec(kubelet: Kubelet) -> None:
-    assert kubelet.condition() == ("True", "Advertised")
-    assert kubelet.message().endswith(f"the plugin's own {SPEC} is in order")
+    """With the feature flag enable-coherent-annotations, the plugin adds some. A later release may add anything.
 
-
-def test_a_spec_with_annotations(kubelet: Kubelet) -> None:
-    """The plugin's feature flag enable-coherent-annotations adds them. A later release may add anything."""
-    spec = plugin_spec()
-    for device in spec["devices"]:
+    The plugin's default strategy makes no specification.
+    """
+    later = plugin_spec()
+    for device in later["devices"]:
         device |= {"annotations": {"gpu.nvidia.com/coherent": "false"}, "added": "by a later release"}
-    kubelet.machine.put(SPEC, json.dumps(spec))
-    assert kubelet.condition() == ("True", "Advertised")
-    assert kubelet.message().endswith(f"the plugin's own {SPEC} is in order")
-
-
-def test_a_plugin_without_a_spec(kubelet: Kubelet) -> None:
-    """The plugin's default strategy makes none."""
+    for spec in (plugin_spec(), later):
+        kubelet.machine.put(SPEC, json.dumps(spec))
+        assert kubelet.condition() == ("True", "Advertised")
+        assert kubelet.message().endswith(f"the plugin's own {SPEC} is in order")
     kubelet.machine.drop(SPEC)
     assert kubelet.condition() == ("True", "Advertised")
     assert SPEC not in kubelet.message()
@@ -103,18 +98,19 @@ def test_a_fault_is_named_and_the_file_left_alone(kubelet: Kubelet, name: str) -
     assert kubelet.machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
 
 
-def test_a_file_that_is_not_a_spec(kubelet: Kubelet) -> None:
+def test_what_is_not_a_spec(kubelet: Kubelet) -> None:
+    """A link is not followed: pods may write in that directory. For a plugin that does not run, only that is said."""
     kubelet.machine.put(SPEC, "{")
     assert kubelet.condition() == ("False", "PluginSpecOutdated")
     assert "it is not JSON" in kubelet.message()
-
-
-def test_a_link_is_not_followed(kubelet: Kubelet) -> None:
-    """Pods may write in that directory."""
     kubelet.machine.drop(SPEC)
     kubelet.machine.put("/etc/elsewhere.json", json.dumps(plugin_spec()))
     kubelet.machine.link(SPEC, "/etc/elsewhere.json")
     assert kubelet.condition() == ("False", "Failed")
+    kubelet.machine.drop(SPEC)
+    kubelet.machine.put(SPEC, "{}")
+    kubelet.kill(PLUGIN_SOCKET)
+    assert kubelet.condition() == ("False", "DevicePluginDown")
 
 
 def test_many_faults_of_one_upgrade_are_counted(kubelet: Kubelet) -> None:
@@ -126,13 +122,6 @@ def test_many_faults_of_one_upgrade_are_counted(kubelet: Kubelet) -> None:
     assert kubelet.condition() == ("False", "PluginSpecOutdated")
     assert f"and {len(spec['containerEdits']['mounts']) - 3} more" in kubelet.message()
     assert f"/run/host-nvidia/7/{LIBRARIES}/libnvidia-ml.so.{VERSION} does not exist" not in kubelet.message()
-
-
-def test_the_spec_of_a_plugin_that_does_not_run(kubelet: Kubelet) -> None:
-    """The condition says that the plugin does not run."""
-    kubelet.machine.put(SPEC, "{}")
-    kubelet.kill(PLUGIN_SOCKET)
-    assert kubelet.condition() == ("False", "DevicePluginDown")
 
 
 def test_an_outdated_spec_restarts_the_plugin_if_configured(kubelet: Kubelet) -> None:

@@ -35,12 +35,6 @@ def outcome(machine: Machine) -> tuple[str, str] | None:
     return machine.conditions().get(KIND)
 
 
-def test_a_proven_machine_has_both(machine: Machine) -> None:
-    assert outcome(machine) == ("True", "Set")
-    assert there(machine) == ["driver-ready", "toolkit-ready"]
-    assert machine.mode(DRIVER) == 0o644
-
-
 def seen(machine: Machine) -> tuple[int, ...]:
     status = os.lstat(machine.tree / DRIVER.lstrip("/"))
     return (status.st_mode, status.st_ino, status.st_size, status.st_ctime_ns)
@@ -61,21 +55,38 @@ def test_the_device_plugins_shell_reads_the_driver_s_place(machine: Machine) -> 
     } <= set(found.split())
 
 
-def test_nothing_is_made_unless_configured(machine: Machine) -> None:
+def test_what_is_not_configured_or_has_no_gpu_is_removed(machine: Machine) -> None:
     machine.hand(REQUEST)
     assert outcome(machine) is None
     assert not machine.exists("/run/nvidia")
+    for handed, expected in ((EMPTY, ("True", "NotApplicable")), (None, None)):
+        machine.hand(REQUEST, validation_markers=True)
+        assert outcome(machine) == ("True", "Set")
+        machine.hand(handed or REQUEST, validation_markers=handed is not None)
+        assert outcome(machine) == expected
+        assert there(machine) == []
+    machine.put(TOOLKIT, "another program's")
+    assert outcome(machine) is None
+    assert there(machine) == ["toolkit-ready"]
 
 
-def test_before_containerd_runs_only_the_driver_is_ready(machine: Machine) -> None:
+def test_markers_follow_what_is_proven(machine: Machine) -> None:
+    """Doubt removes none: containerd's restart takes a moment, and pods that wait for a marker would restart."""
     machine.program("systemctl", systemctl("inactive", 0))
     assert outcome(machine) == ("Unknown", "NotProven")
     assert machine.message(KIND) == "waiting for RuntimeActive"
     assert there(machine) == ["driver-ready"]
-
-
-def test_a_failure_removes_what_it_refutes(machine: Machine) -> None:
-    run(machine)
+    machine.program("systemctl", systemctl("active", RUNNING_SINCE))
+    assert outcome(machine) == ("True", "Set")
+    assert there(machine) == ["driver-ready", "toolkit-ready"]
+    assert machine.mode(DRIVER) == 0o644
+    content = machine.read(DRIVER)
+    machine.put(DRIVER, content.splitlines(keepends=True)[0] + b"NVIDIA_DRIVER_ROOT=/elsewhere\n")
+    assert outcome(machine) == ("True", "Set")
+    assert machine.read(DRIVER) == content
+    machine.program("systemctl", systemctl("activating", 0))
+    assert outcome(machine) == ("Unknown", "NotProven")
+    assert there(machine) == ["driver-ready", "toolkit-ready"]
     machine.program("systemctl", systemctl("failed", 0))
     assert outcome(machine) == ("False", "NotProven")
     assert there(machine) == ["driver-ready"]
@@ -90,17 +101,8 @@ def test_a_failure_removes_what_it_refutes(machine: Machine) -> None:
 def test_a_fault_of_one_gpu_removes_nothing(machine: Machine) -> None:
     """Without the markers, the plugin would not start again, and the node would offer no GPU at all."""
     machine.program("open_nodes", opening(errno.EIO, "/dev/nvidia1"))
-    run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("False", "GPUFailed")
+    assert machine.verdict("DevicesAllowed") == ("False", "GPUFailed")
     assert outcome(machine) == ("True", "Set")
-    assert there(machine) == ["driver-ready", "toolkit-ready"]
-
-
-def test_a_doubt_removes_nothing(machine: Machine) -> None:
-    """containerd's restart takes a moment, and a marker that comes and goes would restart pods that wait for it."""
-    run(machine)
-    machine.program("systemctl", systemctl("activating", 0))
-    assert outcome(machine) == ("Unknown", "NotProven")
     assert there(machine) == ["driver-ready", "toolkit-ready"]
 
 
@@ -127,31 +129,6 @@ def test_another_programs_file_is_left_alone(machine: Machine, put: Callable[[Ma
     assert outcome(machine) is None
     assert seen(machine) == before
     assert there(machine) == ["driver-ready"]
-
-
-def test_an_unset_setting_removes_them(machine: Machine) -> None:
-    run(machine)
-    machine.hand(REQUEST)
-    assert outcome(machine) is None
-    assert there(machine) == []
-    machine.put(TOOLKIT, "another program's")
-    assert outcome(machine) is None
-    assert there(machine) == ["toolkit-ready"]
-
-
-def test_without_a_gpu_nothing_is_ready(machine: Machine) -> None:
-    run(machine)
-    machine.hand(EMPTY, validation_markers=True)
-    assert outcome(machine) == ("True", "NotApplicable")
-    assert there(machine) == []
-
-
-def test_a_changed_marker_of_ours_is_written_again(machine: Machine) -> None:
-    run(machine)
-    content = machine.read(DRIVER)
-    machine.put(DRIVER, content.splitlines(keepends=True)[0] + b"NVIDIA_DRIVER_ROOT=/elsewhere\n")
-    assert outcome(machine) == ("True", "Set")
-    assert machine.read(DRIVER) == content
 
 
 def test_an_error_costs_no_report(machine: Machine) -> None:

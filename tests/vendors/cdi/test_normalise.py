@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.machine.run import run
 from agent.vendors.cdi import normalised, without_groups
 from tests.fakes.cdi_specs import NODE, VERSIONS, drm_spec, spec
 from tests.fakes.json_values import JSON
@@ -51,7 +50,6 @@ def test_the_published_spec_is_normalised(tmp_path: Path) -> None:
     machine = gpu_machine(tmp_path / "machine")
     wordy = recorded_spec() | {"cdiVersion": "1.0.0"}
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, wordy))
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     published = json.loads(machine.read("/etc/cdi/nvidia.yaml"))
     assert published["cdiVersion"] == "0.5.0"

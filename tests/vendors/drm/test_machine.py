@@ -140,8 +140,7 @@ def test_addresses_may_begin_with_a_letter(machine: Machine) -> None:
     for path, number in machine.nodes.items():
         machine.nodes[path] = number._replace(mode=0o666)
     machine.hand(domain, EMPTY)
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert list(devices(spec(machine, "intel"))) == ["card0", LETTER, "all"]
 
 
@@ -194,8 +193,7 @@ def test_a_containerd_of_unknown_version_counts_as_new(machine: Machine, what: s
         machine.drop("/usr/bin/containerd")
     if what == "dangling link":
         machine.link("/usr/bin/containerd", "/opt/containerd")
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
 
 
@@ -259,8 +257,7 @@ def test_one_vendors_fault_is_reported_and_holds_up_no_other(machine: Machine) -
     machine.drop("/dev/dri/renderD130")
     machine.nodes.pop("/dev/dri/renderD130")
     machine.hand(AMD, INTEL, EMPTY)
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"][0] == "False"
+    assert machine.verdict("CDISpecCurrent")[0] == "False"
     assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
     assert devices(spec(machine, "intel"))
 
@@ -302,8 +299,7 @@ def test_cdi_that_is_on_needs_no_drop_in(machine: Machine) -> None:
     main = '[plugins."io.containerd.cri.v1.runtime"]\nenable_cdi = true\ncdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]\n'
     machine.put("/etc/containerd/config.toml", f"version = 3\n{main}")
     machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v2.1.9"))
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
     assert not machine.exists("/etc/containerd/conf.d")
 
@@ -319,8 +315,7 @@ def test_defaults_of_a_containerd_without_a_main_file_do_not_count(machine: Mach
         return machine_root.containerd(machine, argv, "v2.1.9")
 
     machine.program("containerd", prints_defaults)
-    run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.verdict("RuntimeConfigured") == ("True", "ReadBack")
     assert machine.exists("/etc/containerd/config.toml")
     assert machine.exists("/etc/containerd/conf.d/99-cdi.toml")
 
@@ -423,8 +418,7 @@ def test_a_node_to_be_bound_again_is_reported_whatever_else_is_wrong(both: Machi
 
     both.program("open_nodes", opened)
     Notes(both).save("opened-intel", {})
-    run(both)
-    assert both.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert both.verdict("DevicesAllowed") == ("False", "WrongNode")
     assert first in both.message("DevicesAllowed"), "the other fault is told as well"
 
 
@@ -518,12 +512,10 @@ def test_groups_by_name() -> None:
 
 def test_a_spec_that_cannot_be_read_is_reported(machine: Machine) -> None:
     machine.put("/var/run/cdi/site.yaml", "kind: intel.com/gpu\ndevices: [*all]\n")
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert "/var/run/cdi/site.yaml cannot be read: neither JSON" in machine.message("CDISpecCurrent")
     machine.put("/var/run/cdi/site.yaml", "{kind: intel.com/gpu, devices: [{name: card0, containerEdits: {}}]}\n")
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "Shadowed")
+    assert machine.verdict("CDISpecCurrent") == ("False", "Shadowed")
 
 
 def test_a_failing_disk_under_the_copy_of_another_spec_is_reported(machine: Machine) -> None:
@@ -535,20 +527,17 @@ def test_a_failing_disk_under_the_copy_of_another_spec_is_reported(machine: Mach
 
     machine.put("/var/run/cdi/site.json", json.dumps({"kind": "intel.com/gpu", "devices": [{"name": "card0"}]}))
     machine.before_read = fail
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert "/var/run/cdi/site.json cannot be read: Input/output error" in machine.message("CDISpecCurrent")
     machine.before_read = lambda path: None
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "Shadowed")
+    assert machine.verdict("CDISpecCurrent") == ("False", "Shadowed")
 
 
 def test_a_spec_that_outranks_ours_is_named(machine: Machine) -> None:
     add_nodes(machine, AMD)
     machine.hand(AMD, EMPTY)
     machine.put("/var/run/cdi/amd.json", json.dumps({"kind": "amd.com/gpu", "devices": [{"name": "0"}]}))
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "Shadowed")
+    assert machine.verdict("CDISpecCurrent") == ("False", "Shadowed")
     assert "remove /var/run/cdi/amd.json" in machine.message("CDISpecCurrent")
     assert "systemctl" not in machine.message("CDISpecCurrent")
 

@@ -230,8 +230,7 @@ def test_null_is_known_by_its_number(tmp_path: Path) -> None:
     machine = gpu_machine(tmp_path)
     machine.put("/dev/null", "data")
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, spec, "1.20.2"))
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
+    assert machine.verdict("CDISpecCurrent") == ("False", "SpecRefused")
     assert "mount of '/dev/null', which is not a file of the driver root" in machine.message("CDISpecCurrent")
     assert not machine.exists("/etc/cdi/nvidia.yaml")
 
@@ -350,8 +349,7 @@ def test_modes_of_a_later_toolkit(machine: Machine, mode: str) -> None:
     spec = recorded(mode)
     spec["containerEdits"].setdefault("mounts", []).append(VOID)
     answer(machine, {mode: spec}, "1.20.2")
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert VOID in spec_of(machine, published(mode)[1:])["containerEdits"]["mounts"]
     later = recorded(mode) | {"next": 1}
     later["containerEdits"].update(env=[*later["containerEdits"]["env"], "CUDA_NEW=1"], intelRdt={"closID": "x"})
@@ -359,8 +357,7 @@ def test_modes_of_a_later_toolkit(machine: Machine, mode: str) -> None:
     answer(machine, {mode: later}, "1.21.0")
     machine.put("/usr/bin/nvidia-ctk", "changed")
     for _ in range(2):
-        run(machine)
-        assert machine.conditions()["CDISpecCurrent"] == ("True", "EditsLeftOut")
+        assert machine.verdict("CDISpecCurrent") == ("True", "EditsLeftOut")
         message = machine.message("CDISpecCurrent").partition(f"has left out of {published(mode)}: ")[2]
         for each in ("key next of the specification", "key intelRdt", "variable 'CUDA_NEW=1'", "['chmod']"):
             assert each in message

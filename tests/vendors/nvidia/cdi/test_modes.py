@@ -142,8 +142,7 @@ def test_a_malformed_specification_is_an_error_of_the_tool(machine: Machine, dev
     malformed = {"devices": devices}
     answer(machine, {"nvml": recorded_spec() | malformed, "gds": recorded("gds") | malformed})
     machine.put("/usr/bin/nvidia-ctk", "changed")
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
+    assert machine.verdict("CDISpecCurrent") == ("False", "GenerationFailed")
     assert machine.message("CDISpecCurrent").count("nvidia-ctk wrote a malformed CDI specification: ") == 2
     assert spec_of(machine, "gds") == recorded("gds"), "what was published stays"
 
@@ -165,8 +164,7 @@ def test_ready_does_not_depend_on_modes(machine: Machine) -> None:
     """Pods get GPUs through another file."""
     printed = b"time=1 level=info msg=Selecting\n" * 100 + b'time=2 level=error msg="empty device edits"\n'
     answer(machine, dict.fromkeys(MODES, Completed(1, b"", printed)))
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     message = machine.message("CDISpecCurrent")
     assert message.startswith("/etc/cdi/nvidia.yaml has "), "what GPUs have is not cut off"
     assert "NotInSpec (the generator leaves them out): /dev/nvidia-caps-imex-channels/channel0, " in message
@@ -177,15 +175,13 @@ def test_ready_does_not_depend_on_modes(machine: Machine) -> None:
 
 def test_a_failure_for_gpus_costs_no_mode(machine: Machine) -> None:
     answer(machine, {"nvml": Completed(1, b"", b"level=error")})
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
+    assert machine.verdict("CDISpecCurrent") == ("False", "GenerationFailed")
     assert all(f"; {published(mode)} has " in machine.message("CDISpecCurrent") for mode in MODES)
 
 
 def test_a_mode_that_the_tool_lacks(machine: Machine) -> None:
     answer(machine, {}, "1.18.2")
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert (
         "; ModeNotServed: nvswitch: nvidia-ctk is 1.18.2, but 1.19.0 is needed for mode nvswitch "
         "(install nvidia-container-toolkit 1.19.1 or newer in the image)"

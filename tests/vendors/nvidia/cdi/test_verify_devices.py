@@ -188,8 +188,7 @@ def published(machine: Machine) -> set[str]:
 
 def test_an_incomplete_mig_device_is_left_out_until_it_is_complete(machine: Machine) -> None:
     machine.hand(without(13))
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert f"not complete yet are left out: 0:0, {UUIDS[0]}" in machine.message("CDISpecCurrent")
     assert published(machine) == {*ALL_NAMES, "none"} - {"0:0", UUIDS[0]}
     machine.hand(MIG_REQUEST)
@@ -201,15 +200,13 @@ def test_an_instance_that_the_generator_does_not_list(machine: Machine) -> None:
     """The others are served. The instance is added as soon as it is listed, without another handoff."""
     spec, _ = without_incomplete(mig_spec(), without(13))
     write(machine, spec)
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "PartitionMissing")
+    assert machine.verdict("CDISpecCurrent") == ("False", "PartitionMissing")
     assert f"gi1/ci0 of {GPUS[0]}" in machine.message("CDISpecCurrent")
     (condition,) = (each for each in machine.report()["conditions"] if each["type"] == "CDISpecCurrent")
     assert condition["gpus"] == [GPUS[0]], "the other GPU is whole"
     assert published(machine) == {*ALL_NAMES, "none"} - {"0:0", UUIDS[0]}
     write(machine, mig_spec())
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert published(machine) == {*ALL_NAMES, "none"}
 
 
@@ -240,8 +237,7 @@ def test_a_gpu_in_mig_mode_without_instances_is_not_a_fault(machine: Machine) ->
     write(machine, spec)
     machine.hand(request)
     machine.program("nvidia-smi", smi_rows(Enabled=GPUS[:1], Disabled=GPUS[1:]))
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert f"no pod can use GPU {GPUS[0]}: MIG mode is on" in machine.message("CDISpecCurrent")
     assert published(machine) == {"1", "GPU-51000000-0000-4000-8000-000000000200", "all", "none"}
     message, calls = machine.message("CDISpecCurrent"), len(machine.calls)
@@ -262,8 +258,7 @@ def test_a_gpu_that_is_missing_without_mig_mode_is_a_fault(machine: Machine, ans
     write(machine, spec)
     machine.hand(request)
     machine.program("nvidia-smi", answer)
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
+    assert machine.verdict("CDISpecCurrent") == ("False", "GPUMissing")
 
 
 def test_only_gpus_in_mig_mode_without_instances(machine: Machine) -> None:
@@ -272,8 +267,7 @@ def test_only_gpus_in_mig_mode_without_instances(machine: Machine) -> None:
     failed = Completed(1, b"", b'invalid CDI Spec: failed add device "all": invalid device, empty device edits')
     machine.program("nvidia-ctk", lambda argv: failed if "generate" in argv else nvidia_ctk(machine, argv, mig_spec()))
     machine.program("nvidia-smi", smi_rows(Enabled=GPUS))
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
+    assert machine.verdict("CDISpecCurrent") == ("False", "GenerationFailed")
     assert "MIG mode is on and there is no complete instance" in machine.message("CDISpecCurrent")
 
 
