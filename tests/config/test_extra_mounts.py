@@ -193,22 +193,18 @@ def test_only_root_may_change_the_path_to_a_source(host: Host) -> None:
 
 
 @pytest.mark.parametrize("disk", ["/disk", "/disk[1]", "/disk*"])
-def test_a_link_to_a_forbidden_directory(host: Host, disk: str) -> None:
-    """A link to a forbidden directory is refused even if that directory is itself a link, to a name like a pattern."""
+def test_a_link_to_or_through_a_forbidden_directory(host: Host, disk: str) -> None:
+    """It is refused even if that directory is itself a link, to a name like a pattern."""
     host.make_directory(f"{disk}/machines/other")
     host.make_directory("/etc/systemd/system")
     host.symlink("/var/lib/machines", f"{disk}/machines")
     host.symlink("/srv/units", "/etc/systemd/system")
     for source in (disk, f"{disk}/machines", f"{disk}/machines/other", "/srv/units"):
         assert "a path that controls the host or other machines" in why_broken(host, source)
-
-
-def test_a_path_through_a_forbidden_directory(host: Host) -> None:
     host.make_directory("/srv/data")
-    host.symlink("/var/lib/machines/other/data", "/srv/data")
+    host.symlink(f"{disk}/machines/other/data", "/srv/data")
     host.symlink("/srv/link", "/var/lib/machines/other/data")
-    why = "the path to it leads through /var/lib/machines, which controls the host or other machines"
-    assert why_broken(host, "/srv/link") == why
+    assert "controls the host or other machines" in why_broken(host, "/srv/link")
 
 
 @pytest.mark.parametrize("name", ["d\udce9pot", "a\nBind=/etc/shadow:/mnt", "a ", "a\\b"])
@@ -241,19 +237,15 @@ def refused(key: str, value: str, why: str = "") -> bool:
     return False
 
 
-def test_sources_that_are_refused() -> None:
+def test_sources_and_targets_that_are_refused() -> None:
+    """A read-only mount is refused too: root in the machine can remount it."""
     sources = (
         *CONTROL_PATHS, *(f"{place}/below" for place in CONTROL_PATHS),
         "/", "/var", "/var/lib", "/etc", "/run", "/proc", "/proc/1",
         "/sys", "/dev", "/dev/kvm", "/root/data", "/tmp/data", "/run/user/0", "/run/udev", "/lib/modules", "srv",
         "/srv/../etc", "/srv/a\nBind=/", "/srv/a ", "/srv/\\a",
     )  # fmt: skip
-    assert [source for source in sources if not refused("source", source)] == []
-
-
-def test_sources_that_give_root_rights_are_never_mounted() -> None:
-    """A read-only mount is refused too: root in the machine can remount it."""
-    sources = (
+    rights = (
         "/usr", "/usr/bin/nvidia-smi", "/usr/local", "/usr/lib", "/usr/lib/udev/rules.d", "/opt",
         "/opt/unbounded-agent/bin", "/etc/ssh", "/etc/cron.d", "/boot", "/etc/shadow", "/etc/passwd",
         "/etc/sudoers.d/x", "/etc/pam.d", "/etc/ld.so.preload", "/var/lib/machines/a", "/run/systemd",
@@ -261,8 +253,16 @@ def test_sources_that_give_root_rights_are_never_mounted() -> None:
         "/usr/share/polkit-1/rules.d", "/etc/fstab", "/etc/crypttab", "/run/sysctl.d", "/usr/lib/modules-load.d",
         "/etc/network/if-up.d", "/usr/src", "/run/docker.sock", "/etc/nsswitch.conf", "/var/lib/dkms/nvidia",
     )  # fmt: skip
+    targets = (
+        *(path for paths in REFUSED_TARGETS.values() for path in paths), *LINK_DIRECTORIES,
+        "/", "/usr", "/usr/lib", "/etc", "/run",
+        "/var", "/var/lib", "/dev/shm", "/etc/cdi/x", "/run/host-nvidia/0", "/run/unbounded-agent/handoff", "mnt",
+        "/mnt/../etc", "/run/systemd", "/etc/containerd", "/usr/bin",
+    )  # fmt: skip
     why = "is, contains or lies below a path that controls the host"
-    assert [source for source in sources if not refused("source", source, why)] == []
+    assert [source for source in sources if not refused("source", source)] == []
+    assert [source for source in rights if not refused("source", source, why)] == []
+    assert [target for target in targets if not refused("target", target)] == []
 
 
 @pytest.mark.parametrize("source", ["/usr/share/models", "/usr/local/lib/models", "/etc/ssl/certs", "/lib64/x"])
@@ -276,16 +276,6 @@ def test_the_hosts_own_directories_are_not_writable(host: Host, source: str) -> 
     written = observe_sources(config(DATA, DATA | {"target": "/mnt/b", "read_only": False}), host)["/srv/data"]
     assert isinstance(written, Broken)
     assert "set read_only = true" in written.why
-
-
-def test_targets_that_are_refused() -> None:
-    targets = (
-        *(path for paths in REFUSED_TARGETS.values() for path in paths), *LINK_DIRECTORIES,
-        "/", "/usr", "/usr/lib", "/etc", "/run",
-        "/var", "/var/lib", "/dev/shm", "/etc/cdi/x", "/run/host-nvidia/0", "/run/unbounded-agent/handoff", "mnt",
-        "/mnt/../etc", "/run/systemd", "/etc/containerd", "/usr/bin",
-    )  # fmt: skip
-    assert [target for target in targets if not refused("target", target)] == []
 
 
 def test_each_target_is_mounted_once() -> None:

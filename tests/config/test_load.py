@@ -38,10 +38,7 @@ def test_defaults(tmp_path: Path) -> None:
         ('[machines.a]\ngpus = ["0000:3b:00.8"]', "machines.a.gpus: '0000:3b:00.8' is neither a PCI address"),
         ('[machines.a]\nrequire_gpus = "yes"', "machines.a.require_gpus: "),
         ('[machines.a.nspawn.extra.Files]\nBind = "/a\\nBoot=no"', "machines.a.nspawn.extra.Files.Bind: "),
-        (
-            '[metrics]\naddress = "everywhere"\n[machines.a]',
-            "metrics.address: 'everywhere' is not an address",
-        ),
+        ('[metrics]\naddress = "everywhere"\n[machines.a]', "metrics.address: 'everywhere' is not an address"),
         ('[metrics]\naddress = "127.0.0.1:99999"\n[machines.a]', "metrics.address: the highest port is 65535"),
         ('[metrics]\naddress = "127.0.0..1:9788"\n[machines.a]', "metrics.address: '127.0.0..1' is not a host: "),
         ('[machines.a]\ngpus = "count=0"', "machines.a.gpus: must be"),

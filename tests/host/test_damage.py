@@ -11,9 +11,7 @@ from msgspec.structs import replace
 
 from agent.cli.prepare import prepare
 from agent.host.daemon.loop import EventLog
-from agent.host.state.gpus import (
-    observe_remembered,
-)
+from agent.host.state.gpus import observe_remembered
 from agent.model.conditions import ConditionType, Status
 from agent.model.facts import Remembered, parse_live, render_live
 from agent.model.paths import (

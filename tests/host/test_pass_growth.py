@@ -78,9 +78,7 @@ def calls_of_a_pass(host: Host, names: list[str]) -> int:
     ids=["GPUs", "machines", "libraries"],
 )
 def test_a_pass_grows_linearly_at_most(
-    tmp_path: Path,
-    enlarge: Callable[[Host, int], list[str]],
-    sizes: tuple[int, ...],
+    tmp_path: Path, enlarge: Callable[[Host, int], list[str]], sizes: tuple[int, ...]
 ) -> None:
     found = []
     for size in sizes:

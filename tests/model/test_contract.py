@@ -37,7 +37,7 @@ WELL = GpuStatus(
     "0000:01:00.0", "vendor", GpuState.HEALTHY, kernel_driver="vendor", numa_node=1, pcie_root="pci0000:00"
 )
 FAILED = GpuStatus(
-    *("0000:02:00.0", "vendor", GpuState.UNHEALTHY, "Xid48", "a double-bit ECC error", Effect.NO_SCHEDULE, 1700000000),
+    *("0000:02:00.0", "vendor", GpuState.UNHEALTHY, "Xid48", "a double-bit ECC error", Effect.NO_SCHEDULE, 1700000000)
 )
 TWICE = {"pci_address": "0000:01:00.0", "cdi_names": ["v.com/gpu=0"]}
 OFFER = VendorOffer("vendor", ("0000:01:00.0",), ("gpu-0000-01-00-0",), (), "Refused", "403")

@@ -104,37 +104,19 @@ def test_attack_many_directories_in_the_way_cost_nothing(gpu_host: Host, path: s
     assert len(gpu_host.entries(f"{REMOVED}/{moved}")) == 1000
 
 
-@pytest.mark.parametrize(
-    "path", [handoff_file(MACHINE), temporary_path(handoff_file(MACHINE))], ids=["handoff", "remains"]
-)
-def test_attack_a_directory_in_the_handoffs_place_is_moved_away(gpu_host: Host, path: str) -> None:
-    reconciler(gpu_host).reconcile()
-    gpu_host.remove(handoff_file(MACHINE))
-    gpu_host.make_directory(f"{path}/x")
-    assert reconciler(gpu_host).reconcile().failures == ()
-    assert gpu_host.is_file(handoff_file(MACHINE))
-
-
-def test_a_stray_file_among_the_machines_directories(gpu_host: Host) -> None:
-    reconciler(gpu_host).reconcile()
-    gpu_host.file(f"{STATE}/machines/stray", "")
-    assert publish_host_status(gpu_host, {}, ("stray", MACHINE), 1.0) == ()
-
-
 def test_a_failure_is_reported_and_holds_up_no_other_machine(gpu_host: Host) -> None:
     """For example, a second directory is in the way while the first one is not removed yet."""
     reconciler(gpu_host).reconcile()
+    gpu_host.file(f"{STATE}/machines/stray", "")
+    assert publish_host_status(gpu_host, {}, ("stray", MACHINE), 1.0) == ()
+    assert publish_host_status(gpu_host, {"without-gpus": READY}, (MACHINE,), 1.0) == ()
+    assert not gpu_host.exists(f"{STATE}/machines/without-gpus")
     for failures in ([], [f"cannot update {conditions_file('another')}"]):
         gpu_host.remove(conditions_file("another"))
         gpu_host.make_directory(f"{conditions_file('another')}/in-the-way")
         found = publish_host_status(gpu_host, {"another": READY, MACHINE: READY}, (MACHINE,), 1.0)
         assert [each.partition(":")[0] for each in found] == failures
         assert published(gpu_host).evaluated == 1.0
-
-
-def test_a_machine_without_gpus_gets_no_directory_for_the_status(host: Host) -> None:
-    assert publish_host_status(host, {"gpu-node": READY}, (MACHINE,), 1.0) == ()
-    assert not host.exists(f"{STATE}/machines")
 
 
 def test_the_conditions_of_a_machine_without_the_settings(gpu_host: Host) -> None:

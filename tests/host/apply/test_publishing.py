@@ -64,7 +64,8 @@ def staged(outcome: Outcome) -> tuple[Status, str]:
     return found.status, found.reason
 
 
-def test_a_new_driver_root_is_mounted_before_it_is_handed_out(host: Host) -> None:
+def test_a_new_driver_root_is_mounted_before_it_is_handed_out_and_again_when_it_is_not(host: Host) -> None:
+    """By a boot, or by the next pass."""
     outcome = reconciler(host).reconcile()
     assert outcome.failures == ()
     assert staged(outcome) == (Status.TRUE, "Staged")
@@ -72,7 +73,13 @@ def test_a_new_driver_root_is_mounted_before_it_is_handed_out(host: Host) -> Non
     assert driver_root(host) == "/run/host-nvidia/0"
     assert host.entries(WANTS) == (ROOT, PARENT)
     assert [host.read_link(f"{WANTS}/{unit}") for unit in (ROOT, PARENT)] == [f"../{ROOT}", f"../{PARENT}"]
+    host.bus.mounts.boot()
+    assert ROOT in host.bus.mounts.mounted, "without a pass"
     assert reconciler(host).reconcile().actions == ()
+    host.bus.mounts.job("StopUnit", ROOT)
+    outcome = reconciler(host).reconcile()
+    assert outcome.sentences == ("mount driver root 0 (nvidia driver 550.163.01)",)
+    assert staged(outcome) == (Status.TRUE, "Staged")
 
 
 def test_driver_roots_cannot_be_made_writable(host: Host) -> None:
@@ -94,17 +101,6 @@ def test_mounting_reloads_no_units(host: Host) -> None:
     assert reconciler(host).reconcile().failures == ()
     assert driver_root(host) == "/run/host-nvidia/1"
     assert ("systemctl", "daemon-reload") not in host.runner.calls[before:]
-
-
-def test_a_boot_or_the_next_pass_mounts_an_unmounted_driver_root(host: Host) -> None:
-    reconciler(host).reconcile()
-    host.bus.mounts.boot()
-    assert ROOT in host.bus.mounts.mounted, "without a pass"
-    assert reconciler(host).reconcile().actions == ()
-    host.bus.mounts.job("StopUnit", ROOT)
-    outcome = reconciler(host).reconcile()
-    assert outcome.sentences == ("mount driver root 0 (nvidia driver 550.163.01)",)
-    assert staged(outcome) == (Status.TRUE, "Staged")
 
 
 @pytest.mark.parametrize("name", [PARENT, ROOT])

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from agent.host.daemon.loop import STATUS_LIMIT, Notifier, listeners, log_to, watchdog_interval
+from agent.host.daemon.loop import STATUS_LIMIT, Notifier, log_to, watchdog_interval
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -47,11 +47,6 @@ def test_status_is_one_bounded_line(manager: tuple[socket.socket, str], text: st
     assert received.startswith(begins)
     assert b"\n" not in received
     assert len(received) <= STATUS_LIMIT + len("STATUS=")
-
-
-def test_a_missing_manager_is_not_an_error(tmp_path: Path) -> None:
-    Notifier("").send("READY=1")
-    Notifier(str(tmp_path / "gone")).send("READY=1")
 
 
 @pytest.mark.parametrize(
@@ -105,8 +100,3 @@ def test_only_own_sockets_that_accept_connections_are_taken() -> None:
         finished = subprocess.run(argv, pass_fds=passed, capture_output=True, text=True, timeout=600)
         assert finished.stdout == f"{good.getsockname()[1]} [False]\n", finished.stderr
     assert finished.stderr.count("which systemd passed") == 2
-
-
-@pytest.mark.parametrize("environment", [{}, {"LISTEN_FDS": "1"}])
-def test_without_systemds_variables_there_are_no_sockets(environment: dict[str, str]) -> None:
-    assert listeners(environment) == ()

@@ -8,15 +8,8 @@ import pytest
 
 from agent.host.observe.driver_roots import INDICES, Staged, observe_staged
 from agent.host.state.records import render_manifest
-from agent.model.facts import (
-    Library,
-    StagedRoot,
-)
-from agent.model.paths import (
-    HOST_NVIDIA,
-    MANIFESTS,
-    TREES,
-)
+from agent.model.facts import Library, StagedRoot
+from agent.model.paths import HOST_NVIDIA, MANIFESTS, TREES
 from agent.system.files import MOUNTS
 from tests.fakes.host import Host
 

@@ -12,15 +12,7 @@ from msgspec.structs import replace
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan, select
-from agent.host.plan.nspawn import (
-    CONFIGURED,
-    SYS_MODULE,
-    before_start,
-    bindable,
-    escape,
-    fixed_lines,
-    quote,
-)
+from agent.host.plan.nspawn import CONFIGURED, SYS_MODULE, before_start, bindable, escape, fixed_lines, quote
 from agent.host.vendors import HOST_VENDORS
 from agent.model.device import DeviceKind
 from agent.model.facts import Absent, DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts
@@ -34,12 +26,6 @@ NODE = {**NEEDED, "bootstrap_token": TOKEN_FILE}
 
 def configured(**settings: object) -> Config:
     return Config.validated({"machines": {"gpu-node": settings}})
-
-
-def bound(config: Config, seen: Facts) -> set[str]:
-    machine = plan(config, seen).goal.machines[0]
-    lines = machine.nspawn.content.decode().splitlines()
-    return {line.removeprefix("BindReadOnly=") for line in lines if line.startswith("BindReadOnly=/dev/nvidia")}
 
 
 def test_order_of_facts_does_not_matter() -> None:
@@ -143,13 +129,6 @@ def test_a_machine_stops_before_what_its_pods_use() -> None:
     assert not {"Requires", "BindsTo", "PartOf"} & {line.partition("=")[0] for line in drop_in.splitlines()}
 
 
-@pytest.mark.parametrize("gpus", ["count=1", ["0000:01:00.0"], ["GPU-00000000-0000-0000-0000-000000000000"]])
-def test_a_machine_gets_its_gpus_and_no_others(gpus: str | list[str]) -> None:
-    found = bound(configured(gpus=gpus), facts())
-    assert "/dev/nvidia0" in found
-    assert not found & {"/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap30", "/dev/nvidia-nvswitchctl"}
-
-
 @pytest.mark.parametrize("missing", [False, True])
 def test_unseen_devices_and_a_missing_machine_change_nothing(missing: bool) -> None:
     """A failed observation is not an empty list, and the machine's file system may only be not mounted yet."""
@@ -213,18 +192,6 @@ def test_steps_come_in_a_safe_order() -> None:
     assert kinds == [WriteFile, WriteFile, StageDriverRoot, WriteFile, WriteFile, ReloadUnits]
 
 
-def test_a_foreign_file_is_refused_with_advice() -> None:
-    """A user's own .nspawn file is never overwritten, and nothing else of that machine is written."""
-    seen = facts()
-    path = nspawn_file("gpu-node")
-    seen = replace(seen, files={**seen.files, path: FileState(b"[Exec]\nBoot=yes\n", owned=False)})
-    found = diff(plan(CONFIG, seen), seen)
-    why = str(found.refused["gpu-node"])
-    assert path in why
-    assert "machines.gpu-node.nspawn" in why
-    assert not [action for action in found.actions if isinstance(action, WriteFile | ReloadUnits)]
-
-
 def test_files_of_a_machine_that_is_no_longer_configured_are_removed() -> None:
     """The record says what we own: only recorded files are removed."""
     seen = facts()
@@ -239,30 +206,23 @@ def test_files_of_a_machine_that_is_no_longer_configured_are_removed() -> None:
     assert ReloadUnits() in diff(plan(CONFIG, running), running).actions, "its unit is not looked at any more"
 
 
-def test_a_running_machine_keeps_settings_that_are_no_longer_configured() -> None:
+@pytest.mark.parametrize(
+    "kept", [{"unit_state": "active"}, {"kept_from_boot_by": "unbounded-agent reset old"}], ids=["runs", "enabled"]
+)
+def test_a_machine_that_runs_or_starts_at_boot_keeps_settings_that_are_no_longer_configured(
+    kept: dict[str, str],
+) -> None:
     """Its next start would use the template's -U, which gives the whole root directory to other users."""
     seen = facts(machine="old")
-    path = nspawn_file("old")
-    seen = replace(seen, files={path: FileState(b"ours", owned=True)})
-    seen = replace(seen, machines=(replace(seen.machines[0], unit_state="active"),))
-    config = Config(machines={"other": MachineSettings()})
-    planned = plan(config, replace(seen, vendors=(VendorFacts("nvidia"),)))
-    assert "old" in planned.held
-    assert diff(planned, seen).actions == ()
-
-
-@pytest.mark.parametrize("command", ["unbounded-agent reset old", "machinectl disable old"])
-def test_a_machine_that_starts_at_boot_keeps_settings_that_are_no_longer_configured(command: str) -> None:
-    """It would start with the template's -U if the settings were gone. `up` enables its nodes."""
-    seen = facts(machine="old")
     seen = replace(seen, files={nspawn_file("old"): FileState(b"ours", owned=True)}, vendors=(VendorFacts("nvidia"),))
-    seen = replace(seen, machines=(replace(seen.machines[0], kept_from_boot_by=command),))
+    seen = replace(seen, machines=(replace(seen.machines[0], **kept),))
     planned = plan(Config(machines={}), seen)
-    assert f"`{command}`" in planned.held["old"]
+    assert kept.get("kept_from_boot_by", "") in planned.held["old"]
     assert diff(planned, seen).actions == ()
     # `reset` removes the root file system first.
     without_root = replace(seen, machines=(replace(seen.machines[0], root=Absent("removed")),))
-    assert RemoveFile(nspawn_file("old")) in diff(plan(Config(machines={}), without_root), without_root).actions
+    actions = diff(plan(Config(machines={}), without_root), without_root).actions
+    assert (RemoveFile(nspawn_file("old")) in actions) == ("unit_state" not in kept)
 
 
 SET_PROPERTY = """\
@@ -284,12 +244,6 @@ def formerly_configured(unit_state: str, device: str) -> Facts:
         device_allow_drop_in("old"): FileState(SET_PROPERTY.format(device=device).encode(), owned=False),
     }
     return replace(seen, machines=(replace(seen.machines[0], unit_state=unit_state, live=live),), files=files)
-
-
-def test_privileges_are_in_the_handoff() -> None:
-    config = configured(mig_config=True, mig_monitor=True, gpus=["0000:01:00.0"])
-    machine = plan(config, facts()).goal.machines[0]
-    assert {each.path[-4:] for each in machine.handoff.requests[0].devices} >= {"cap1", "cap2"}
 
 
 @pytest.mark.parametrize(

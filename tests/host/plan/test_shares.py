@@ -58,9 +58,6 @@ def test_numbers_of_gpus_do_not_overlap_with_each_other_nor_with_named_gpus() ->
     assert gpus_by_machine(config(a="count=1", b="count=2"), host("a", "b")) == {"a": [0], "b": [1, 2]}
     assert gpus_by_machine(config(a="count=2", b=[address(1)]), host("a", "b")) == {"a": [0, 2], "b": [1]}
     assert gpus_by_machine(config(a="count=1", b="all"), host("a", "b")) == {"a": [0], "b": [0, 1, 2, 3]}
-
-
-def test_too_few_gpus_are_reported_with_the_reason() -> None:
     (_, second) = plan(config(a="count=3", b="count=2"), host("a", "b")).goal.machines
     assert second.grants[0].problems == (
         "the configuration asks for 2 GPUs, but other machines have 3 of the host's 4 usable GPUs",
@@ -115,7 +112,7 @@ def detaching(seen: Facts, *indices: int, draining: bool) -> Facts:
     return replace(seen, vendors=(vendor,), draining=frozenset(taken if draining else ()))
 
 
-def test_a_drained_gpu_stays_with_its_machine() -> None:
+def test_a_drained_gpu_stays_with_its_machine_until_it_is_drained() -> None:
     """It may be attached again. Meanwhile nobody else gets it, and its machine gets no other, even if short of GPUs."""
     settings = config(a="count=4", b="count=1")
     seen = host("a", "b", gpus=range(3))
@@ -126,9 +123,6 @@ def test_a_drained_gpu_stays_with_its_machine() -> None:
         before = after(settings, before, detaching(host("a", "b"), 1, draining=True))
         assert gpus_by_machine(settings, before) == {"a": [0, 2, 3], "b": []}
     assert gpus_by_machine(settings, after(settings, before, host("a", "b"))) == {"a": [0, 2, 3], "b": [1]}
-
-
-def test_a_detached_gpu_is_replaced_once_it_is_drained() -> None:
     settings = config(a="count=1", b="count=1")
     before = after(settings, host("a", "b"), detaching(host("a", "b"), 0, draining=True))
     assert gpus_by_machine(settings, before) == {"a": [], "b": [1]}
@@ -220,8 +214,7 @@ def problems(settings: Config, seen: Facts) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "given_then"),
-    [([address(1), address(2), address(3)], [3]), ("all", [0, 3]), ("count=3", [0, 3])],
+    ("wanted", "given_then"), [([address(1), address(2), address(3)], [3]), ("all", [0, 3]), ("count=3", [0, 3])]
 )
 def test_nobody_gets_what_a_faulted_machine_has(wanted: str | list[str], given_then: list[int]) -> None:
     """This holds even for a machine that is planned first.

@@ -148,10 +148,7 @@ def test_a_fake_rule_in_a_comment_is_none(filtering: Host) -> None:
 
 @pytest.mark.parametrize(
     ("refused", "restored"),
-    [
-        ("-X CNI-0123", [["-F CNI-0123", "-F KUBE-SERVICES"], ["-X KUBE-SERVICES"]]),
-        ("PREROUTING", [CHAIN_CHANGES]),
-    ],
+    [("-X CNI-0123", [["-F CNI-0123", "-F KUBE-SERVICES"], ["-X KUBE-SERVICES"]]), ("PREROUTING", [CHAIN_CHANGES])],
 )
 def test_a_chain_or_rule_that_stays_keeps_no_other(filtering: Host, refused: str, restored: list[list[str]]) -> None:
     """A rule that leads to a chain could not be removed. All rules of all chains go nevertheless."""

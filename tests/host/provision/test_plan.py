@@ -87,14 +87,6 @@ def test_a_replaced_root_and_a_damaged_record_are_reported() -> None:
 # ---- what up does to the host
 
 
-def test_the_host_changes_once_while_the_first_image_is_pulled() -> None:
-    record, change, roots = plan.RecordHost(FOUND), plan.ChangeHost(SETTINGS, FOUND.host), root_steps()
-    steps = plan.plan_all((record, change), (*roots, *roots))
-    assert steps == (record, *roots[:2], change, *roots[2:], *roots)
-    assert [each.together for each in steps[:5]] == [False, True, True, True, False]
-    assert plan.plan_all((change,), roots[-1:]) == (roots[-1], change)
-
-
 def test_what_a_further_node_changes_is_added_to_the_record() -> None:
     done, nothing = (
         HostState({"kernel.panic": "10", "vm.swappiness": "60"}, {}, (), {}),
@@ -119,18 +111,6 @@ def test_nobody_guesses_how_the_host_was(found: Broken | Unseen | Absent) -> Non
 
 
 # ---- what reset does
-
-
-def test_reset_removes_the_machine_before_anything_else() -> None:
-    facts = replace(MADE, enabled={UNIT: True, "machines.target": True}, staged=(UNPACKED,))
-    removed = (
-        plan.ChangeUnit("disable", UNIT),
-        plan.StopMachine("gpu-node"),
-        plan.RemoveRoot("gpu-node"),
-        plan.RemoveTree(UNPACKED),
-    )
-    assert plan.plan_removal(facts, "active") == removed
-    assert plan.plan_removal(MADE, "inactive") == (plan.RemoveRoot("gpu-node"),)
 
 
 def test_reset_goes_on_after_a_root_with_a_damaged_record_was_removed() -> None:

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.config.settings import NodeSettings
-from agent.host.provision.preflight import (
-    NETWORKD,
-    PROGRAMS,
-    check_host,
-    check_network,
-    check_server,
-)
+from agent.host.provision.preflight import NETWORKD, PROGRAMS, check_host, check_network, check_server
 from agent.model.node import Check
 from agent.system.http import Answer
 from tests.fakes.gpu_host import reconciler

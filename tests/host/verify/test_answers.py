@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from agent.config.settings import Config
 from agent.host.plan.goal import plan
-from agent.host.verify.answers import STALE_AFTER, answers, names_handoff, released, why_unanswered
+from agent.host.verify.answers import STALE_AFTER, answers, released, why_unanswered
 from agent.model.conditions import ConditionType, Reason, false
 from agent.model.facts import Absent, Broken, FileState, Granted, LiveSettings, MachineFacts, Report, Seen, Unseen
 from agent.model.goal import MachineGoal
@@ -13,27 +13,6 @@ from agent.model.handoff import Publication
 from tests.fakes.facts import facts
 
 NOW, BEFORE = Publication(2, 20), Publication(1, 10)
-
-
-@pytest.mark.parametrize(
-    ("published", "reported", "counts"),
-    [
-        (NOW, NOW, True),
-        (NOW, BEFORE, False),
-        (NOW, Publication(NOW.inode, BEFORE.mtime_ns), False),
-        (NOW, Publication(BEFORE.inode, NOW.mtime_ns), False),
-        (NOW, None, True),
-        (None, BEFORE, True),
-        (None, None, True),
-    ],
-)
-def test_a_report_names_the_publication_if_both_halves_know_it(
-    published: Publication | None, reported: Publication | None, counts: bool
-) -> None:
-    machine = MachineFacts("gpu-node", "/var/lib/machines/gpu-node", "active", publication=published)
-    report = Report("a1", "", (), publication=reported)
-    assert names_handoff(report, machine, "a1") is counts
-    assert not names_handoff(report, machine, "b2")
 
 
 @pytest.fixture

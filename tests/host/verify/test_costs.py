@@ -31,78 +31,60 @@ def ready(machine: MachineOutcome) -> tuple[Status, str]:
     return machine.ready.status, machine.ready.reason
 
 
-def node_is_gone(host: Host) -> None:
-    host.remove_file("/dev/nvidia1")
-    del host.device_numbers["/dev/nvidia1"]
+def node_is_gone(host: Host, path: str = "/dev/nvidia1") -> None:
+    host.remove_file(path)
+    del host.device_numbers[path]
 
 
-def no_driver(host: Host) -> None:
-    host.rebind(SECOND, "")
+def node_and_daemon_are_gone(host: Host) -> None:
+    host.bus.unit(UNITS[1], "inactive")
+    node_is_gone(host)
 
 
-def second(kind: ConditionType, reason: Reason) -> Condition:
-    return false(kind, reason, "simulated", (SECOND,))
+def nodes_are_gone(host: Host) -> None:
+    node_is_gone(host)
+    node_is_gone(host, "/dev/nvidia-uvm")
 
 
-FAULTS: dict[str, Callable[[Host], None]] = {
-    "its node is gone": node_is_gone,
-    "it has no driver": no_driver,
-    "it does not open": lambda host: report(host, second(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED)),
-    "the generator leaves it out": lambda host: report(
-        host, ALL_OPEN, second(ConditionType.CDI_SPEC_CURRENT, Reason.GPU_MISSING)
+SOME, MISSING = (Status.TRUE, "SomeGPUsUnusable"), (Status.FALSE, "NodesMissing")
+NO_FIRST = false(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED, "simulated", (FIRST,))
+NO_SECOND = NO_FIRST._replace(gpus=(SECOND,))
+LEFT_OUT = false(ConditionType.CDI_SPEC_CURRENT, Reason.GPU_MISSING, "simulated", (SECOND,))
+FAULTS: dict[str, tuple[Callable[[Host], object], tuple[Condition, ...], tuple[Status, str]]] = {
+    "none": (lambda _: None, (ALL_OPEN,), (Status.TRUE, "AllConditionsTrue")),
+    "its node is gone": (node_is_gone, (ALL_OPEN,), SOME),
+    "it has no driver": (lambda host: host.rebind(SECOND, ""), (ALL_OPEN,), SOME),
+    "it does not open": (lambda _: None, (NO_SECOND,), SOME),
+    "the generator leaves it out": (lambda _: None, (ALL_OPEN, LEFT_OUT), SOME),
+    # What Ready does not need counts for no GPU.
+    "and the persistence daemon": (node_and_daemon_are_gone, (ALL_OPEN,), SOME),
+    # Each fault alone concerns one GPU.
+    "faults of all GPUs": (node_is_gone, (NO_FIRST,), MISSING),
+    # It is not hidden by the fault of one GPU.
+    "a fault that all share": (nodes_are_gone, (ALL_OPEN,), MISSING),
+    # Only a condition that is False concerns some GPUs: Unknown proves nothing about the others.
+    "what is not a fault": (
+        lambda _: None,
+        (ALL_OPEN, LEFT_OUT._replace(status=Status.UNKNOWN, reason="NotTried")),
+        (Status.UNKNOWN, "NotTried"),
     ),
 }
 
 
-@pytest.mark.parametrize("seed", FAULTS.values(), ids=FAULTS)
-def test_one_bad_gpu_does_not_take_the_node_from_the_others(running: Host, seed: Callable[[Host], None]) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_bad_gpu_does_not_take_the_node_from_the_others(running: Host, fault: str) -> None:
     """A GPU that had left the bus cost only itself, and a GPU without its node cost the whole machine."""
-    assert ready(evaluate(reconciler(running))) == (Status.TRUE, "AllConditionsTrue")
+    seed, said, expected = FAULTS[fault]
     seed(running)
     agent = reconciler(running)
     agent.reconcile()
-    if seed in (FAULTS["its node is gone"], FAULTS["it has no driver"]):
-        report(running, ALL_OPEN)  # to the handoff without that node
+    report(running, *said)
     machine = evaluate(agent)
-    assert ready(machine) == (Status.TRUE, "SomeGPUsUnusable")
-    assert f"pods cannot use {SECOND}" in machine.ready.message
-    assert [each.gpus for each in machine.conditions if each.status is Status.FALSE] == [(SECOND,)]
-
-
-def test_what_ready_does_not_need_counts_for_no_gpu(running: Host) -> None:
-    """The persistence daemon of all GPUs made the fault of one of them the fault of all."""
-    running.bus.unit(UNITS[1], "inactive")
-    node_is_gone(running)
-    agent = reconciler(running)
-    agent.reconcile()
-    report(running, ALL_OPEN)
-    assert ready(evaluate(agent)) == (Status.TRUE, "SomeGPUsUnusable")
-
-
-def test_faults_of_all_gpus_together_take_the_node(running: Host) -> None:
-    """Each fault alone concerns one GPU."""
-    node_is_gone(running)
-    agent = reconciler(running)
-    agent.reconcile()
-    report(running, false(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED, "simulated", (FIRST,)))
-    assert ready(evaluate(agent)) == (Status.FALSE, "NodesMissing")
-
-
-def test_a_fault_that_all_gpus_share_takes_the_node(running: Host) -> None:
-    """It is not hidden by the fault of one GPU."""
-    node_is_gone(running)
-    running.remove_file("/dev/nvidia-uvm")
-    del running.device_numbers["/dev/nvidia-uvm"]
-    machine = evaluate(reconciler(running))
-    assert ready(machine) == (Status.FALSE, "NodesMissing")
-    assert "/dev/nvidia-uvm is missing" in machine.ready.message
-
-
-def test_a_machine_cannot_limit_what_is_not_a_fault(running: Host) -> None:
-    """Only a condition that is False concerns some GPUs: Unknown proves nothing about the others."""
-    unknown = Condition(ConditionType.CDI_SPEC_CURRENT, Status.UNKNOWN, "NotTried", "simulated", gpus=(SECOND,))
-    report(running, ALL_OPEN, unknown)
-    assert ready(evaluate(reconciler(running))) == (Status.UNKNOWN, "NotTried")
+    assert ready(machine) == expected
+    if expected == SOME:
+        assert f"pods cannot use {SECOND}" in machine.ready.message
+    if fault == "a fault that all share":
+        assert "/dev/nvidia-uvm is missing" in machine.ready.message
 
 
 def test_files_that_vanish_from_the_host_do_not_take_the_node(running: Host) -> None:

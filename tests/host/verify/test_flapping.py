@@ -147,36 +147,6 @@ def test_setting_the_clock_neither_ends_nor_prolongs_a_wait(
         assert fabric(STARTING, before, starting.last_transition + jump + waited)[0].status is status
 
 
-REGISTERING = unknown(ConditionType.FABRIC_READY, Reason.FABRIC_REGISTERING, "GPU: In Progress")
-
-
-def test_gpus_that_stay_unregistered_are_a_fault_until_they_are_registered() -> None:
-    seen = fabric(REGISTERING, (), START)
-    assert (seen[0].status, seen[0].reason) == (Status.UNKNOWN, "FabricRegistering")
-    seen = fabric(REGISTERING, seen, START + STARTING_LIMIT + 1)
-    assert (seen[0].status, seen[0].reason) == (Status.FALSE, "FabricNotRegistered")
-    assert (seen[-1].status, seen[-1].reason) == (Status.FALSE, "FabricNotRegistered")
-    assert seen[0].message == "GPU: In Progress"
-    one = REGISTERING._replace(gpus=("0000:01:00.0",))
-    seen = fabric(one, fabric(one, (), START), START + STARTING_LIMIT + 1)
-    assert (seen[0].status, seen[0].gpus, seen[-1].status) == (Status.FALSE, one.gpus, Status.TRUE)
-    assert seen[-1].reason == "SomeGPUsUnusable", "the others serve pods"
-    registered = true(ConditionType.FABRIC_READY, Reason.FABRIC_REGISTERED, "")
-    assert fabric(registered, seen, START + STARTING_LIMIT + 2)[-1].status is Status.TRUE
-
-
-def test_what_gpus_said_is_remembered_while_nothing_can_be_seen(host: Host) -> None:
-    answers = (("0000:01:00.0", "Completed", "Insufficient Resources"),)
-    seen = fabric(false(ConditionType.FABRIC_READY, Reason.FABRIC_FAILED, "")._replace(said=answers), (), START)
-    write_history(host, {MACHINE: seen})
-    seen = read_history(host)[MACHINE]
-    unseen = unknown(ConditionType.FABRIC_READY, Reason.OBSERVATION_FAILED, "")
-    for later in (1, 1000):
-        seen = fabric(unseen, seen, START + later)
-        assert (seen[0].reason, seen[0].said) == ("ObservationFailed", answers)
-    assert fabric(ACTIVE._replace(said=()), seen, START + 2000)[0].said == ()
-
-
 @pytest.mark.parametrize("before", [ACTIVE, unknown(ConditionType.FABRIC_READY, Reason.OBSERVATION_FAILED, "")])
 def test_only_the_time_of_starting_counts(before: Condition) -> None:
     seen = fabric(before, (), START)

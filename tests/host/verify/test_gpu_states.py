@@ -52,13 +52,26 @@ def states(host: Host) -> dict[str, GpuStatus]:
     return parse_gpu_states(host.read(FILE))
 
 
-def test_healthy_gpus_have_their_place_in_the_host(host: Host) -> None:
-    assert states(host) == {
-        FIRST: GpuStatus(
-            FIRST, "nvidia", GpuState.HEALTHY, kernel_driver="nvidia", numa_node=1, pcie_root="pci0000:00"
-        ),
-        SECOND: GpuStatus(SECOND, "nvidia", GpuState.HEALTHY, kernel_driver="nvidia", pcie_root="pci0000:00"),
-    }
+def test_healthy_gpus_have_their_place_in_the_host_until_they_are_lost(host: Host) -> None:
+    second = GpuStatus(SECOND, "nvidia", GpuState.HEALTHY, kernel_driver="nvidia", pcie_root="pci0000:00")
+    first = second._replace(pci_address=FIRST, numa_node=1)
+    assert states(host) == {FIRST: first, SECOND: second}
+    host.unplug(SECOND)
+    lost = states(host)[SECOND]
+    assert (lost.state, lost.reason, lost.effect) == (GpuState.LOST, "GPULost", Effect.NO_SCHEDULE)
+    assert "without `unbounded-agent gpus detach`" in lost.message
+    host.gpu(SECOND, 1)
+    assert states(host)[SECOND].state is GpuState.HEALTHY
+
+
+def test_attach_forgets_the_error(host: Host) -> None:
+    record_fault(host, FIRST, XID48)
+    agent = reconciler(host, allocation="dra")
+    ending = attach(FIRST, agent)
+    assert ending.done
+    assert ending.sentences == (f"{FIRST} counts as healthy again: its last fatal error is forgotten",)
+    assert parse_gpu_states(host.read(FILE))[FIRST].state is GpuState.HEALTHY
+    assert attach(FIRST, agent).sentences == (f"{FIRST} is not detached: nothing to do",)
 
 
 def test_a_change_of_state_is_no_new_generation_and_no_change_is_no_write(host: Host) -> None:
@@ -112,17 +125,6 @@ def test_a_record_of_errors_that_cannot_be_read_is_not_an_empty_one(host: Host) 
     assert states(host)[FIRST] == before[FIRST]
 
 
-def test_attach_forgets_the_error(host: Host) -> None:
-    record_fault(host, FIRST, XID48)
-    agent = reconciler(host, allocation="dra")
-    ending = attach(FIRST, agent)
-    assert ending.done
-    assert ending.sentences == (f"{FIRST} counts as healthy again: its last fatal error is forgotten",)
-    assert parse_gpu_states(host.read(FILE))[FIRST].state is GpuState.HEALTHY
-    assert attach(FIRST, agent).sentences == (f"{FIRST} is not detached: nothing to do",)
-    assert not forget_fault(host, FIRST)
-
-
 def test_an_error_at_the_moment_of_an_attachment_is_kept(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """The service records it, and `gpus attach` forgets another one, each with the whole record."""
     record_fault(host, FIRST, XID48)
@@ -163,16 +165,6 @@ def test_a_failed_gpu_that_is_detached_stays_unhealthy(host: Host) -> None:
     record_tainted(host, FIRST, evict=True)
     found = states(host)[FIRST]
     assert (found.state, found.reason, found.effect) == (GpuState.UNHEALTHY, "Xid48", Effect.NO_EXECUTE)
-
-
-def test_a_gpu_that_left_the_bus_is_lost(host: Host) -> None:
-    states(host)
-    host.unplug(SECOND)
-    lost = states(host)[SECOND]
-    assert (lost.state, lost.reason, lost.effect) == (GpuState.LOST, "GPULost", Effect.NO_SCHEDULE)
-    assert "without `unbounded-agent gpus detach`" in lost.message
-    host.gpu(SECOND, 1)
-    assert states(host)[SECOND].state is GpuState.HEALTHY
 
 
 def test_a_machine_that_cannot_be_planned_keeps_its_document(host: Host) -> None:

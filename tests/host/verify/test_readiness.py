@@ -221,11 +221,7 @@ FAULTY = false(ConditionType.CDI_SPEC_CURRENT, Reason.SPEC_REFUSED, "x")
     ("settings", "vendors", "relayed"),
     [
         ({"devices": ["kvm"]}, (KVM,), {ConditionType.DEVICES_ALLOWED}),
-        (
-            {"extra_mounts": [{"source": "/srv/models", "target": "/srv/models"}]},
-            (),
-            {ConditionType.DEVICES_ALLOWED},
-        ),
+        ({"extra_mounts": [{"source": "/srv/models", "target": "/srv/models"}]}, (), {ConditionType.DEVICES_ALLOWED}),
         ({"cdi_modes": ["management"], "devices": ["kvm"]}, (), {ConditionType.CDI_SPEC_CURRENT}),
     ],
 )
@@ -321,8 +317,7 @@ def test_only_the_current_report_of_a_machine_that_runs_says_what_is_strange_in_
 
 
 @pytest.mark.parametrize(
-    ("wanted", "count"),
-    [("all", 2), ("count=3", 3), ("count=0", 0), ([], 0), (["0000:01:00.0", "GPU-1", "GPU-2"], 3)],
+    ("wanted", "count"), [("all", 2), ("count=3", 3), ("count=0", 0), ([], 0), (["0000:01:00.0", "GPU-1", "GPU-2"], 3)]
 )
 def test_the_settings_say_how_many_gpus_a_machine_should_have(wanted: str | list[str], count: int) -> None:
     assert expected_gpus(wanted, ("0000:01:00.0", "0000:02:00.0")) == count

@@ -35,9 +35,7 @@ from agent.model.facts import (
     UserSpace,
     VendorFacts,
 )
-from agent.model.goal import (
-    Done,
-)
+from agent.model.goal import Done
 from tests.fakes.reconciler import GPUS, VENDOR, conditions, outcome
 
 READY = MachineOutcome("gpu-node", conditions(), gpus=GPUS)

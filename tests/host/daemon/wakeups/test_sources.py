@@ -12,16 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent.config.settings import DriverSettings
-from agent.host.daemon.wakeups import (
-    HEARTBEAT,
-    MANY,
-    PERIOD,
-    NewReports,
-    Source,
-    Udev,
-    host_sources,
-    matters,
-)
+from agent.host.daemon.wakeups import HEARTBEAT, MANY, PERIOD, NewReports, Source, Udev, host_sources, matters
 from agent.host.detach import forget
 from agent.host.vendors import HOST_VENDORS
 from agent.system.devices import CONTROL
