@@ -389,7 +389,8 @@ class HostNodeSettings(Table, frozen=True, kw_only=True):
     """Kernel modules that are loaded now and at each boot."""
     swap: Literal["off", "keep"] = "off"
     """Whether swap is turned off, as the kubelet requires by default. `"keep"` leaves swap as it is. If an earlier `up`
-    has turned swap off, the next `up` says how to turn it on again."""
+    has turned swap off, `rm /etc/systemd/system/swap.target && systemctl daemon-reload && systemctl start swap.target`
+    turns it on again."""
 
 
 class NodeSettings(Table, frozen=True, kw_only=True):

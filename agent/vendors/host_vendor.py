@@ -46,9 +46,6 @@ class Cluster(Struct, frozen=True):
     """Events of type Warning, without those of other nodes' kubelets."""
     logs: Mapping[str, str] = field(default_factory=dict)
     """The ends of the logs of containers that failed, by `NAMESPACE/POD`."""
-    unmatched: Set[str] = frozenset()
-    """The nodeSelectors, as `node_selector` returns them, that no node of the cluster matches. Only those of pods that
-    wait for a GPU are looked up."""
     unknown: tuple[str, ...] = ()
     """What could not be read, one sentence each."""
     now: float = 0.0
@@ -70,12 +67,6 @@ def pod_spec(item: KubernetesObject) -> KubernetesObject:
     """Return the spec of a pod, or of the pods that a DaemonSet makes."""
     spec = item.get("spec") or {}
     return (spec.get("template") or {}).get("spec") or {} if "template" in spec else spec
-
-
-def node_selector(item: KubernetesObject) -> str:
-    """Return a pod's nodeSelector in the form of kubectl's argument --selector; empty if the pod has none."""
-    selector = pod_spec(item).get("nodeSelector") or {}
-    return ",".join(f"{key}={value}" for key, value in sorted(selector.items()))
 
 
 def containers(item: KubernetesObject) -> Iterator[KubernetesObject]:

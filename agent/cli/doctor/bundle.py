@@ -349,7 +349,7 @@ FILES = (
     *("/etc/os-release", "/proc/version", "/proc/devices", "/proc/modules", "/proc/meminfo", CONFIG_FILE, CONDITIONS),
     SERVICE_STATE,
 )
-CMDLINE, MOUNTS = "/proc/cmdline", "/proc/mounts"
+CMDLINE = "/proc/cmdline"
 PARAMETERS = re.compile(
     r"""(?x)(?:root|rootfstype|rootflags|ro|rw|init|console|BOOT_IMAGE|mem|numa.*|hugepages.*|hugepagesz|isolcpus|lsm
     |video|efi|clocksource|tsc|idle|mitigations|security|apparmor|selinux|cgroup.*|default_hugepagesz|systemd\.unified.*
@@ -358,10 +358,6 @@ PARAMETERS = re.compile(
 """Kernel parameters whose values are included, besides those of the vendors' modules. Others may be secrets of any
 form."""
 MODULES = tuple(name for vendor in HOST_VENDORS for name in (*vendor.drivers, *vendor.module_names))
-MOUNT_OPTIONS = {
-    *("ro", "rw", "noexec", "exec", "nodev", "dev", "nosuid", "suid", "relatime", "noatime", "bind", "nofail"),
-}
-"""Options of mounts that are included."""
 UNIT_PROPERTIES = (
     *("Id", "LoadState", "ActiveState", "SubState", "Result", "FragmentPath", "DropInPaths", "NeedDaemonReload"),
     *("ExecMainStatus", "ExecMainCode", "MainPID", "NRestarts", "ActiveEnterTimestamp", "InactiveEnterTimestamp"),
@@ -381,6 +377,8 @@ COMMANDS = {
     "kernel.log": (*_journal("-k", "-b"), "-o", "short-iso"),
     "lspci": ("lspci", "-Dnnk"),
     "disks": ("df", "-h"),
+    # Without the options of file systems, which may have passwords.
+    "mounts": ("findmnt", "--list", "--output=SOURCE,TARGET,FSTYPE,VFS-OPTIONS"),
     "ldconfig": ("ldconfig", "-p"),
 }
 MACHINE_COMMANDS = {
@@ -436,7 +434,6 @@ def _contents(report: Report, reconciler: Reconciler) -> Iterator[tuple[str, Cal
     for path in FILES:
         yield f"files{path}", partial(system.read_text, path)
     yield f"files{CMDLINE}", lambda: _parameters(system.read_text(CMDLINE))
-    yield f"files{MOUNTS}", lambda: _mounts(system.read_text(MOUNTS))
     commands = {f"commands/{name}": argv for name, argv in COMMANDS.items()}
     names = read_seen(system.entries, STATE)
     records = [f"{STATE}/{name}" for name in (names if isinstance(names, tuple) else ()) if name.endswith(".json")]
@@ -463,18 +460,6 @@ def _parameters(command_line: str) -> str:
         return word if known or not is_set else f"{name}={REMOVED}"
 
     return f"{' '.join(map(shown, command_line.split()))}\n"
-
-
-def _mounts(table: str) -> str:
-    """Return the table of mounts without unknown options."""
-    lines = []
-    for fields in (line.split(" ") for line in table.splitlines()):
-        if len(fields) > 3:
-            found = fields[3].split(",")
-            known = [each for each in found if each in MOUNT_OPTIONS]
-            options = known if len(known) == len(found) else [*known, REMOVED]
-            lines.append(f"{' '.join(fields[:3])} {','.join(options)}\n")
-    return "".join(lines)
 
 
 def doctor(options: argparse.Namespace, reconciler: Reconciler) -> int:

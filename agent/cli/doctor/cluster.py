@@ -17,9 +17,7 @@ from agent.vendors.host_vendor import (
     Finding,
     KubernetesObject,
     crashes,
-    limited_resources,
     name,
-    node_selector,
     pod_spec,
     seconds,
 )
@@ -66,7 +64,7 @@ EVENTS: tuple[tuple[re.Pattern[str], str, tuple[str, ...]], ...] = (
 def findings(cluster: Cluster) -> tuple[Finding, ...]:
     """Return what is wrong in the cluster."""
     vendors = (each for vendor in HOST_VENDORS for each in vendor.cluster_findings(cluster))
-    all_findings = [*_from_events(cluster), *_stale_selectors(cluster), *vendors]
+    all_findings = [*_from_events(cluster), *vendors]
     # Keep only the first of several findings with the same cause and fix: all pods of a DaemonSet may have one fault.
     return tuple({(each.cause, each.fix): each for each in reversed(all_findings)}.values())[::-1]
 
@@ -85,39 +83,12 @@ def _from_events(cluster: Cluster) -> Iterator[Finding]:
                 yield Finding(cause, evidence, tuple(each.format(namespace=namespace) for each in fix))
 
 
-def _stale_selectors(cluster: Cluster) -> Iterator[Finding]:
-    """Yield a finding for each pod that waits for a GPU, and selects labels that no node of the cluster has."""
-    for pod in cluster.pods:
-        if waits_for_gpu(pod) and node_selector(pod) in cluster.unmatched:
-            yield Finding(
-                "a pod selects labels that no node has",
-                f"pod {name(pod)} is Pending; its nodeSelector is {node_selector(pod)}",
-                (
-                    "kubectl get nodes --show-labels",
-                    "correct the nodeSelector of what makes the pod, or label the node",
-                ),
-            )
-
-
-def waits_for_gpu(pod: KubernetesObject) -> bool:
-    """Return whether the pod requests a GPU and is not scheduled yet."""
-    spec = pod_spec(pod)
-    if (pod.get("status") or {}).get("phase") != "Pending" or spec.get("nodeName"):
-        return False
-    words = [*limited_resources(pod), *(spec.get("nodeSelector") or {}), str(spec.get("runtimeClassName") or "")]
-    return any("gpu" in each or each in {vendor.name for vendor in HOST_VENDORS} for each in words)
-
-
 QUERY_LIMIT = 60.0
 """Seconds for one run of kubectl."""
 LOGS = 5
 """Number of failing pods whose logs are read."""
 LOG_LINES = 50
 """Lines that are read from the end of each log."""
-SELECTORS = 10
-"""At most this many nodeSelectors of waiting pods are looked up. Each lookup is a request."""
-NODES_QUERIED = 20
-"""For up to this number of nodes, pods are listed node by node; for more, the pods of all nodes are listed at once."""
 
 
 def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Cluster:
@@ -133,16 +104,12 @@ def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Clust
 
     found_nodes = kubectl.items("nodes", *nodes, "--show-managed-fields")
     pods = kubectl.items("pods", "--all-namespaces", "--field-selector=status.phase=Pending")
-    selectors = [f"spec.nodeName={each}" for each in nodes] if 0 < len(nodes) <= NODES_QUERIED else ["spec.nodeName!="]
-    for selector in selectors:
-        pods += kubectl.items("pods", "--all-namespaces", f"--field-selector={selector}")
+    for selector in [f"={each}" for each in nodes] or ["!="]:
+        pods += kubectl.items("pods", "--all-namespaces", f"--field-selector=spec.nodeName{selector}")
     pods = list({name(each): each for each in pods if concerns(pod_spec(each).get("nodeName"))}.values())
     events = kubectl.items("events", "--all-namespaces", "--field-selector=type=Warning")
     # Device plugins come first, because many other pods may fail for reasons that have nothing to do with GPUs.
     failing = sorted(filter(crashes, pods), key=lambda pod: "device-plugin" not in name(pod))[:LOGS]
-    # Let the API server find out whether a node has the labels. The pods may be meant for nodes of other hosts, which
-    # are not read here.
-    wanted = sorted({node_selector(pod) for pod in pods if waits_for_gpu(pod)} - {""})[:SELECTORS]
     return Cluster(
         nodes=found_nodes,
         pods=pods,
@@ -150,7 +117,6 @@ def read_cluster(system: System, kubeconfig: str, nodes: Sequence[str]) -> Clust
         # Events from a kubelet name its node; events from controllers name none.
         events=[each for each in events if concerns((each.get("source") or {}).get("host"))],
         logs={name(pod): kubectl.log(pod) for pod in failing},
-        unmatched=frozenset(each for each in wanted if not kubectl.matches_node(each)),
         unknown=tuple(kubectl.unknown),
         now=time.time(),
     )
@@ -173,14 +139,6 @@ class _Kubectl:
         # For a single name, kubectl prints the object itself instead of a list.
         items = answer.get("items", [answer] if answer.get("metadata") else [])
         return [each for each in items if isinstance(each, dict)]
-
-    def matches_node(self, selector: str) -> bool:
-        """Return whether any node has the labels of a nodeSelector; True if that is unknown."""
-        try:
-            return bool(self._run("get", "nodes", f"--selector={selector}", "--output=name").strip())
-        except CommandError as error:
-            self.unknown.append(f"nodes of the cluster: {error}")
-            return True
 
     def log(self, pod: KubernetesObject) -> str:
         """Return the ends of the logs of the containers' previous runs; kubectl's error if they cannot be read."""

@@ -9,9 +9,7 @@ import hashlib
 import http.client
 import os
 import re
-import ssl
 import tarfile
-import time
 import urllib.error
 import zlib
 from collections.abc import Iterator
@@ -42,10 +40,8 @@ FETCH_LIMIT = 1800.0
 SIZE_LIMIT = 1 << 30
 """Bytes of one program, so that a mirror cannot fill the disk before the digest is known. The kubelet of 2026 has 60
 million."""
-PROXY_HINT = "check the proxy, and this command's variables HTTPS_PROXY and NO_PROXY"
-TUNNEL = "Tunnel connection failed"
-"""The first words of http.client's error message if a proxy refuses CONNECT. Each request by HTTPS through a proxy
-begins with CONNECT."""
+MISSING = (403, 404, 410)
+"""Status codes by which a server says that it has no such file, or lets nobody have it."""
 
 
 def wanted_binaries(node: NodeSettings, architecture: str) -> tuple[NodeBinary, ...]:
@@ -121,12 +117,7 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
             if "://" in source:
                 digest = _download(binary, file, limit)
             else:
-                try:
-                    reading = opening.plain(system.full_path(source))
-                except OSError as error:
-                    put = "put the file there, or change binaries.bundle"
-                    raise AgentError(f"{source}: {error.strerror}", put) from error
-                with reading:
+                with opening.plain(system.full_path(source)) as reading:
                     digest = _copy(source, reading, file)
             file.flush()
             os.fsync(file.fileno())
@@ -170,29 +161,19 @@ def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http
             yield answer
     except urllib.error.HTTPError as error:
         error.close()
-        hint = f"correct {' or '.join(_settings_of(binary))}, or use binaries.bundle"
-        if error.code == 407:
-            hint = PROXY_HINT
-        elif error.code == 429 or error.code >= 500:
-            hint = (
-                "the mirror refuses for now, or has a fault: wait, then run the command again, or use binaries.bundle"
-            )
+        hint = "wait, then run the command again; check the proxy (HTTPS_PROXY, NO_PROXY), or use binaries.bundle"
+        if error.code in MISSING:
+            hint = f"correct {' or '.join(_settings_of(binary))}, or use binaries.bundle"
         raise AgentError(f"{binary.source}: {error.code} {error.reason}", hint) from error
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, ssl.SSLCertVerificationError):
-            hint = (
-                f"add the mirror's CA to this host's (update-ca-certificates(8)), and check its clock: {time.ctime()}"
-            )
-            raise AgentError(f"{binary.source}: its certificate is not accepted: {error.reason}", hint) from error
-        if TUNNEL in str(error.reason):
-            raise AgentError(f"{binary.source}: {error.reason}", PROXY_HINT) from error
-        raise _unreachable(binary, str(error.reason)) from error
-    except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        raise _unreachable(binary, str(error) or type(error).__name__) from error
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        raise _unreachable(binary, str(getattr(error, "reason", error)) or type(error).__name__) from error
 
 
 def _unreachable(binary: NodeBinary, why: str) -> AgentError:
-    hint = f"check the network to the mirror, or set {_settings_of(binary)[1]} or binaries.bundle"
+    hint = (
+        f"check the network to the mirror, the proxy (HTTPS_PROXY, NO_PROXY), and that this host accepts the mirror's "
+        f"certificate (update-ca-certificates(8)); or set {_settings_of(binary)[1]} or binaries.bundle"
+    )
     return AgentError(f"{binary.source}: {why}", hint)
 
 

@@ -11,14 +11,9 @@ from typing import Any
 
 from agent.config.settings import ImageSettings
 from agent.host.apply.steps import Progress
-from agent.host.provision.binaries import DAMAGED, PROXY_HINT, entries
+from agent.host.provision.binaries import DAMAGED, entries
 from agent.host.provision.node_files import secret_file
-from agent.model.errors import (
-    AgentError,
-    CommandError,
-    ConfigError,
-    DocumentError,
-)
+from agent.model.errors import AgentError, CommandError, ConfigError, DocumentError
 from agent.model.json_document import get, objects, parse_object, require_object
 from agent.model.node import NodeImage
 from agent.model.paths import PARTIAL
@@ -122,11 +117,8 @@ def _access_options(settings: ImageSettings, name: str, prefix: str, system: Sys
 
     The options' names begin with `prefix`: "src-" for `skopeo copy`, nothing for `skopeo inspect`.
     """
-    for key, path, found in (
-        ("signature_policy", settings.signature_policy, system.is_file(settings.signature_policy)),
-        ("ca_directory", settings.ca_directory, system.is_directory(settings.ca_directory)),
-    ):
-        if path and not found:
+    for key, path in (("signature_policy", settings.signature_policy), ("ca_directory", settings.ca_directory)):
+        if path and not system.exists(path):
             raise ConfigError(f"image.{key}: {path} does not exist", "put it there, or leave the key out")
     if not name.startswith(REGISTRY):
         return ()
@@ -138,9 +130,8 @@ def _access_options(settings: ImageSettings, name: str, prefix: str, system: Sys
 def _check_umoci(system: System) -> None:
     printed = system.run("umoci", "--version")
     found = re.search(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", printed)
-    if not found or tuple(int(each) for each in found.groups()) < SAFE_UMOCI:
-        version = found[0] if found else f"of unknown version ({printed.strip()[:100]!a})"
-        what = f"umoci {version} lets an image write anywhere on the host (CVE-2021-29136)"
+    if not found or tuple(map(int, found.groups())) < SAFE_UMOCI:
+        what = f"{printed.strip()[:100]!a} lets an image write anywhere on the host (CVE-2021-29136)"
         raise AgentError(what, "install umoci 0.4.7 or later")
 
 
@@ -359,33 +350,33 @@ def _reporting_size(layout: str, size: int, system: System, progress: Progress) 
 # Explains failures of skopeo and umoci.
 
 
-ARCHIVE_HINT = "decompress it with `gunzip` if it is compressed (skopeo 1.9 cannot); otherwise copy it there again"
-LOGIN_HINT = "check the file of image.credentials: `skopeo login --authfile FILE REGISTRY` writes one"
-NAME_HINT = "check image.name, or image.repository and image.tag; with image.mirror, whether the image is there"
-CA_HINT = "put the registry's CA as a file *.crt into the directory image.ca_directory"
-DAMAGE_HINT = "the source is damaged or was changed: copy the image there again"
-NETWORK_HINT = "check the network to the registry; without one, use an oci: or docker-archive: image"
-LIMIT_HINT = "the registry limits how much it sends: wait, log in with image.credentials, or use image.mirror"
-FAULT_HINT = "the registry, or a proxy in front of it, has a fault: wait, then run the command again"
 HINTS = (
     (r"no space left on device", "free up space on the file system of /var/lib/machines"),
-    (r"loading tar component|invalid tar header", ARCHIVE_HINT),
-    (r"unexpected EOF", "the source is damaged, or the connection broke: run the command again"),
-    (r"toomanyrequests|[Tt]oo [Mm]any [Rr]equests|StatusCode: 429\b", LIMIT_HINT),
-    (r"(HTTP status: |status code |from registry |StatusCode: )5[0-9]{2}\b", FAULT_HINT),
-    (r"proxyconnect|Proxy Authentication Required", PROXY_HINT),
-    (r"unauthorized|authentication required|denied|status code 403", LOGIN_HINT),
-    (r"manifest unknown|name unknown|not found|no descriptor found|no such (file|image)", NAME_HINT),
-    (r"x509: certificate (has expired|is not yet valid)", "check the registry's certificate, and this host's clock"),
-    (r"x509|tls: |certificate", CA_HINT),
-    (r"gave HTTP response to HTTPS client", "give the registry a certificate, or use an oci: or docker-archive: image"),
-    (r"rejected|signature", "the signature policy refuses the image: see image.signature_policy"),
-    (r"[Dd]igest|[Mm]anifest does not match", DAMAGE_HINT),
-    (r"no image found in (manifest list|image index)", "use an image for this host's architecture"),
     (
-        r"no such host|server misbehaving|name resolution|refused|time(d )?out|deadline exceeded|no route|unreachable|"
-        r"reset by peer|EOF$",
-        NETWORK_HINT,
+        r"toomanyrequests|[Tt]oo [Mm]any [Rr]equests|([Ss]tatus( ?[Cc]ode)?:?|from registry) (429|5[0-9]{2})\b",
+        "the registry limits how much it sends, or has a fault: wait, then run the command again; or use image.mirror",
+    ),
+    (
+        r"unauthorized|authentication required|denied|status code 403",
+        "check the file of image.credentials: `skopeo login --authfile FILE REGISTRY` writes one",
+    ),
+    (
+        r"manifest unknown|name unknown|not found|no descriptor found|no such (file|image)",
+        "check image.name, or image.repository and image.tag; with image.mirror, whether the image is there",
+    ),
+    (
+        r"x509|tls: |certificate",
+        "put the registry's CA as a file *.crt into the directory image.ca_directory, and check this host's clock",
+    ),
+    (r"rejected|signature", "the signature policy refuses the image: see image.signature_policy"),
+    (
+        r"[Dd]igest|[Mm]anifest does not match|tar header|loading tar",
+        "the source is damaged: copy the image there again",
+    ),
+    (
+        r"dial |lookup |[Pp]roxy|HTTPS client|time(d )?out|deadline|reset by peer|EOF",
+        "check the network to the registry, and the proxy (HTTPS_PROXY, NO_PROXY); without a network, use an oci: or "
+        "docker-archive: image",
     ),
 )
 """What to do, by a pattern for the program's message. The first pattern that matches counts."""

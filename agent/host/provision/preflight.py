@@ -5,6 +5,7 @@ that need what failed are left out: if the bootstrap token cannot be read, for e
 """
 
 import json
+import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +17,10 @@ from agent.host.plan.nspawn import OWN_NETWORK, own_network
 from agent.host.provision.binaries import check_source
 from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_name
 from agent.host.provision.image import UNPACKED
-from agent.host.provision.node_files import NETWORK_WANTED, NodeRecord, node_names, read_token, taints
+from agent.host.provision.node_files import NETWORK_WANTED, NodeRecord, node_names, read_token
 from agent.host.provision.plan import made_nodes, observe_node
 from agent.model.errors import AgentError
-from agent.model.facts import Absent, Facts, Unseen
+from agent.model.facts import Absent, Facts
 from agent.model.node import Check, NodeBinary
 from agent.model.paths import MACHINE_ROOTS
 from agent.system.files import System
@@ -32,9 +33,6 @@ Asking = Callable[..., Answer]
 CONTROLLERS = "/sys/fs/cgroup/cgroup.controllers"
 NEEDED_CONTROLLERS = {"cpu", "cpuset", "io", "memory", "pids"}
 """Controllers that the kubelet needs (cm.validateSystemRequirements, getCgroupSubsystemsV2), by cgroup v2's names."""
-MEMORY = "/proc/meminfo"
-MEMORY_MINIMUM = 1 << 30
-"""Bytes. With less, the kubelet and containerd alone use so much that pods are evicted."""
 DISK_MINIMUM = 2 << 30
 """Bytes that stay free for pods and logs, in addition to the nodes' root file systems."""
 CLOCK_LIMIT = 60.0
@@ -66,7 +64,6 @@ def check_host(facts: Facts, system: System, *, makes_root: bool) -> list[Check]
     return [
         checked("systemd", lambda: _systemd(facts)),
         checked("cgroups", lambda: _cgroups(system)),
-        checked("memory", lambda: _memory(system)),
         *([checked("programs", lambda: _programs(system))] if makes_root else []),
     ]
 
@@ -81,26 +78,13 @@ def _systemd(facts: Facts) -> str:
 
 
 def _cgroups(system: System) -> str:
-    found = read_seen(system.read, CONTROLLERS)
-    if isinstance(found, Unseen):
-        raise AgentError(f"cannot read the cgroup controllers: {found.why}", "run this as root, on the host itself")
-    if not isinstance(found, bytes):
-        why = f"the host does not use only cgroups v2: {found.why}"
-        raise AgentError(why, "boot it with `systemd.unified_cgroup_hierarchy=1` on the kernel's command line")
-    missing = NEEDED_CONTROLLERS - set(found.decode().split())
-    if missing:
-        advice = "remove `cgroup_disable=` from the kernel's command line, or use a kernel that has them"
-        raise AgentError(f"cgroup controllers are missing: {', '.join(sorted(missing))}", advice)
+    found = read_seen(system.read_text, CONTROLLERS)
+    missing = NEEDED_CONTROLLERS - set(found.split()) if isinstance(found, str) else ()
+    if missing or not isinstance(found, str):
+        what = found.why if not isinstance(found, str) else f"{', '.join(sorted(missing))} are missing"
+        advice = "boot with `systemd.unified_cgroup_hierarchy=1` and without `cgroup_disable=` (kernel's command line)"
+        raise AgentError(f"cgroup v2 controllers: {what}", advice)
     return "cgroups v2 with all controllers that the kubelet needs"
-
-
-def _memory(system: System) -> str:
-    fields = dict(line.split(":", 1) for line in system.read_text(MEMORY).splitlines() if ":" in line)
-    size = int(fields["MemTotal"].split()[0]) << 10
-    if size < MEMORY_MINIMUM:
-        advice = "give it 2 GiB: 1 GiB is too little, because the kernel keeps a part of it"
-        raise AgentError(f"the host has {size // 10**6} MB of memory", advice)
-    return f"{size // 10**6} MB of memory"
 
 
 def _programs(system: System) -> str:
@@ -268,43 +252,16 @@ def check_network(machine: str, settings: MachineSettings, system: System) -> li
 #
 # A kubelet may give its own Node only some of the labels in Kubernetes' namespaces, and may not change the Node's
 # taints after the registration (NodeRestriction in Kubernetes' plugin/pkg/admission/noderestriction). Only an
-# administrator can set other labels or change the taints, with kubectl.
+# administrator can set other labels or change the taints, with kubectl. Here are the namespaces that people try; for
+# the others, the kubelet's log has a good message.
 
 
-OWN_LABELS = frozenset(
-    {
-        "beta.kubernetes.io/arch",
-        "beta.kubernetes.io/instance-type",
-        "beta.kubernetes.io/os",
-        "failure-domain.beta.kubernetes.io/region",
-        "failure-domain.beta.kubernetes.io/zone",
-        "kubernetes.io/arch",
-        "kubernetes.io/hostname",
-        "kubernetes.io/os",
-        "node.kubernetes.io/instance-type",
-        "topology.kubernetes.io/region",
-        "topology.kubernetes.io/zone",
-    }
+FORBIDDEN_LABELS = re.compile(r"(.+\.)?node-(role|restriction)\.kubernetes\.io/")
+PROTECTED = (
+    *("apiVersion", "kind", "authentication.x509.clientCAFile", "cgroupDriver", "clusterDNS", "clusterDomain"),
+    *("containerRuntimeEndpoint", "failSwapOn", "registerNode", "registerWithTaints", "rotateCertificates"),
 )
-"""Labels of Kubernetes that a kubelet may give its own Node (k8s.io/kubelet/pkg/apis/well_known_labels.go)."""
-OWN_NAMESPACES = ("kubelet.kubernetes.io", "node.kubernetes.io")
-"""Namespaces in which a kubelet may give its own Node any label."""
-RESERVED_NAMESPACES = ("kubernetes.io", "k8s.io")
-
-PROTECTED: Mapping[str, str] = {
-    "apiVersion": "remove it",
-    "kind": "remove it",
-    "authentication.x509.clientCAFile": "set node.ca_file",
-    "cgroupDriver": "remove it: containerd in the machine uses systemd's cgroups",
-    "clusterDNS": "set node.kubelet.cluster_dns",
-    "clusterDomain": "set node.kubelet.cluster_domain",
-    "containerRuntimeEndpoint": "remove it: the machine's containerd is the only one with its GPUs",
-    "failSwapOn": "set node.host.swap",
-    "registerNode": "remove it: the node is made in order to join",
-    "registerWithTaints": "set node.kubelet.taints",
-    "rotateCertificates": "remove it: the bootstrap token is removed after the join, so certificates must be rotated",
-}
-"""Fields of KubeletConfiguration that settings must not set, with what to do instead."""
+"""Fields of KubeletConfiguration that settings must not set, because the agent needs them or has a key for them."""
 
 
 def refusals(config: Config) -> tuple[Check, ...]:
@@ -314,30 +271,17 @@ def refusals(config: Config) -> tuple[Check, ...]:
     return (*of_each, *_conflicts(nodes))
 
 
-def may_set(label: str) -> bool:
-    """Return whether a kubelet may give its own Node a label (getForbiddenLabels)."""
-    namespace = label.rpartition("/")[0]
-    return not _within(namespace, RESERVED_NAMESPACES) or label in OWN_LABELS or _within(namespace, OWN_NAMESPACES)
-
-
-def _within(namespace: str, domains: tuple[str, ...]) -> bool:
-    return namespace in domains or namespace.endswith(tuple(f".{domain}" for domain in domains))
-
-
 def _refused(machine: str, settings: MachineSettings, node: NodeSettings) -> Iterator[Check]:
     """Yield what is wrong with one node."""
     kubelet, where = node.kubelet, f"machines.{machine}.node.kubelet"
     for key, value in sorted(kubelet.labels.items()):
-        if not may_set(key):
+        if FORBIDDEN_LABELS.match(key):
             command = f"kubectl label node {node.name or 'NODE'} --overwrite {key}={value}"
             advice = f"remove it there; when the node has joined, run `{command}` with the rights of an administrator"
             yield Check("labels", f"{where}.labels: no kubelet may give its own Node the label {key}", advice)
-    pairs = [(each["key"], each["effect"]) for each in taints(kubelet)]
-    for key, effect in dict.fromkeys(each for each in pairs if pairs.count(each) > 1):
-        what = f"{where}: two taints have the key {key} and the effect {effect}"
-        yield Check("taints", what, "remove one of them: the API server refuses such a Node")
-    for field, advice in PROTECTED.items():
+    for field in PROTECTED:
         if _has(kubelet.configuration, field.split(".")):
+            advice = "remove it; some fields have a key of their own in machines.NAME.node (docs/configuration.md)"
             yield Check("kubelet", f"{where}.configuration: {field} must not be set", advice)
     try:
         json.dumps(kubelet.configuration, allow_nan=False)
@@ -361,21 +305,11 @@ def _has(table: object, path: list[str]) -> bool:
 
 
 def _conflicts(nodes: Mapping[str, tuple[MachineSettings, NodeSettings]]) -> Iterator[Check]:
-    """Yield what the nodes of one host cannot have together: names, the host's network, kernel parameters."""
-    taken: dict[str, str] = {}
+    """Yield what the nodes of one host cannot have together: the host's network, kernel parameters."""
     sysctls: dict[str, tuple[str, str]] = {}
-    for machine, (_, node) in nodes.items():
-        if other := taken.get(node.name):
-            what = f"be the node {node.name}" if node.name else "have the host's name as the name of their nodes"
-            both = f"machines {other} and {machine} would both {what}"
-            yield Check("name", both, f"set machines.{machine}.node.name")
-        taken.setdefault(node.name, machine)
     shared = [name for name, (settings, _) in nodes.items() if not own_network(settings.nspawn)]
     if len(shared) > 1:
-        what = (
-            f"machines {', '.join(shared)} are nodes on the host's network: their kubelets would need the same ports "
-            "(10250, 10248), and their pods the same interfaces and rules"
-        )
+        what = f"machines {', '.join(shared)} are nodes on the host's network: their kubelets would need the same ports"
         keys = ", ".join(f"machines.{machine}.nspawn.virtual_ethernet = true" for machine in shared[1:])
         yield Check("network", what, f"give all but one a network of its own: {keys}")
     for machine, (_, node) in nodes.items():

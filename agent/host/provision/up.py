@@ -15,12 +15,11 @@ from agent.host.plan.goal import Plan, plan
 from agent.host.provision import preflight
 from agent.host.provision.apply import performers
 from agent.host.provision.binaries import wanted_binaries
-from agent.host.provision.host_settings import NO_SWAP, host_goal, host_problems, observe_host
+from agent.host.provision.host_settings import host_goal, host_problems, observe_host
 from agent.host.provision.image import PLAIN_IMAGE, choose_image, go_architecture, inspect
 from agent.host.provision.network import observe_network
 from agent.host.provision.node_files import (
     OF_REGISTRATION,
-    SWAP,
     NodeRecord,
     changed_inputs,
     changed_settings,
@@ -50,9 +49,9 @@ from agent.host.vendors import host_vendor
 from agent.host.verify.readiness import FROM_VENDORS, Case, conditions
 from agent.model.conditions import Status
 from agent.model.errors import AgentError, reason
-from agent.model.facts import Absent, Facts, Seen
+from agent.model.facts import Absent, Facts
 from agent.model.goal import Grant
-from agent.model.node import AsFound, Check, Network, NodeImage
+from agent.model.node import Check, Network, NodeImage
 from agent.model.paths import machine_root
 from agent.system.copy import refuse_mounts
 from agent.system.files import System
@@ -82,7 +81,9 @@ def gpu_labels(grants: Iterable[Grant], facts: Facts, system: System) -> dict[st
 
 def node_remark(machine: str, record: NodeRecord, config: Config, system: System) -> str:
     """Return which settings and inputs have changed since a node was made, and what to do; empty if none has."""
-    changed = (*_changed(machine, record, config), *changed_inputs(record, machine, config, system))
+    settings = config.machines[machine].node
+    of_settings = changed_settings(record, settings) if settings else ()
+    changed = (*of_settings, *changed_inputs(record, machine, config, system))
     if not changed:
         return ""
     again, new_name = f"run `unbounded-agent up --rebuild {machine}`", record.node
@@ -94,27 +95,6 @@ def node_remark(machine: str, record: NodeRecord, config: Config, system: System
     elif new_name != record.node:
         again += f", then `kubectl delete node {record.node}`: it joins as another Node"
     return f"node {record.node} was made with other settings: {', '.join(changed)}; {again}"
-
-
-def swap_remark(nodes: Mapping[str, NodeRecord], found: Seen[AsFound], config: Config, system: System) -> str:
-    """Return a sentence if the settings now keep swap, but an earlier `up` has turned swap off; otherwise empty.
-
-    Also return an empty string if a node was made with host.swap = "off": its kubelet would refuse swap, and
-    `node_remark` says what to do.
-    """
-    files = found.host.files if isinstance(found, AsFound) else {}
-    ours = NO_SWAP in files and files[NO_SWAP] is None and system.exists(NO_SWAP)
-    if not ours or host_goal(config).swap_off or any(SWAP in _changed(*node, config) for node in nodes.items()):
-        return ""
-    return (
-        f'host.swap is "keep", but swap stays off, as an earlier `up` left it: to use it again, run `rm {NO_SWAP} && '
-        "systemctl daemon-reload && systemctl start swap.target`"
-    )
-
-
-def _changed(machine: str, record: NodeRecord, config: Config) -> tuple[str, ...]:
-    settings = config.machines[machine].node
-    return changed_settings(record, settings) if settings else ()
 
 
 class NodeWork(Struct, frozen=True):
@@ -175,15 +155,14 @@ class Provisioner(Struct, frozen=True):
         checks += preflight.refusals(self.config)
         if makes_root:
             checks.append(self._disk_check(nodes))
-        host, steps, problems = self._host(names, lambda: observe_network(self.network, self.system))
+        steps, problems = self._host(names, lambda: observe_network(self.network, self.system))
         checks += [*problems, *(check for node in nodes for check in node.checks)]
         made = {
             node.machine: node.facts.record
             for node in nodes
             if isinstance(node.facts.record, NodeRecord) and not node.make and must_make_root(node.facts) is False
         }
-        remarks = [node_remark(*each, self.config, self.system) for each in made.items()]
-        remarks.append(swap_remark(made, host.found, self.config, self.system))
+        remarks = (node_remark(*each, self.config, self.system) for each in made.items())
         steps = plan_all(steps, [step for node in nodes for step in node.steps])
         return Work(tuple(checks), steps, nodes, tuple(filter(None, remarks)))
 
@@ -207,7 +186,7 @@ class Provisioner(Struct, frozen=True):
             return ()
 
         def of_host() -> tuple[NodeStep, ...]:
-            _, steps, problems = self._host(names, Network)
+            steps, problems = self._host(names, Network)
             for each in problems:
                 raise AgentError(each.message, each.advice)
             return steps
@@ -322,10 +301,8 @@ class Provisioner(Struct, frozen=True):
         checks = preflight.check_server(self._settings(machine), self.system, self.ask)
         return [replace(check, machine=machine) for check in checks]
 
-    def _host(
-        self, names: tuple[str, ...], network: Callable[[], Network]
-    ) -> tuple[HostFacts, tuple[NodeStep, ...], list[Check]]:
-        """Return facts of the host, the steps that change its settings, and what keeps `up` from changing them."""
+    def _host(self, names: tuple[str, ...], network: Callable[[], Network]) -> tuple[tuple[NodeStep, ...], list[Check]]:
+        """Return the steps that change the host's settings, and what keeps `up` from changing them."""
         goal, found = host_goal(self.config), observe_found(self.system)
         # Leave out the first unit, which is the machine's own: NodeFacts has it.
         units = {unit: is_enabled(unit, self.system) for name in names for unit in boot_units(name)[1:]}
@@ -338,25 +315,20 @@ class Provisioner(Struct, frozen=True):
             found=found,
             others=made_nodes(self.system),
         )
-        problems, steps = [*host_problems(goal, facts.state)], tuple[NodeStep, ...]()
+        problems = [*host_problems(goal, facts.state)]
         try:
-            steps = plan_host(goal, facts, time.time())
+            return plan_host(goal, facts, time.time()), problems
         except AgentError as error:
-            problems.append(Check("record", error.message, error.hint))
-        return facts, steps, problems
+            return (), [*problems, Check("record", error.message, error.hint)]
 
     def _disk_check(self, nodes: tuple[NodeWork, ...]) -> Check:
         """Check the free space for images.
 
-        If an interrupted attempt left something, a failed check is not a required one: `up` first uses or removes what
-        is left, so the space may be enough. The space is checked again before an image is pulled.
+        The check is not required if an interrupted attempt left something, which `up` first uses or removes. The space
+        is checked again before an image is pulled.
         """
         check = checked("disk", lambda: preflight.check_disk(sum(node.size for node in nodes), self.system))
-        left = [path for node in nodes if node.make for path in node.facts.staged]
-        if check.passed or not left:
-            return check
-        first = f"`up` first uses or removes what an interrupted attempt left ({', '.join(left)}), which may be enough"
-        return replace(check, advice=f"{first}; if it is not, {check.advice}", required=False)
+        return replace(check, required=not any(node.make and node.facts.staged for node in nodes))
 
 
 def as_if_made(names: tuple[str, ...], facts: Facts) -> Facts:

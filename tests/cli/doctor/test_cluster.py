@@ -187,20 +187,6 @@ def test_the_label_that_pods_select_is_missing() -> None:
     assert finding.fix[0] == "kubectl label node gpu-node nvidia.com/gpu.present=true"
 
 
-def test_a_stale_selector() -> None:
-    pod = changed(POD, "spec", "nodeSelector", to={"node-role.kubernetes.io/gpu": "true"})
-    pod = changed(changed(pod, "spec", "nodeName", to=None), "status", "phase", to="Pending")
-    assert findings(cluster(pod, PLUGIN)) == (), "a node of another host may have the label"
-    unmatched = {"node-role.kubernetes.io/gpu=true", "disk=ssd"}
-    finding = only(replace(cluster(pod, PLUGIN), unmatched=unmatched))
-    assert finding.cause == "a pod selects labels that no node has"
-    assert finding.evidence == "pod default/train is Pending; its nodeSelector is node-role.kubernetes.io/gpu=true"
-    other = changed(changed(pod, "spec", "containers", to=[{}]), "spec", "nodeSelector", to={"disk": "ssd"})
-    other = changed(other, "spec", "runtimeClassName", to=None)
-    found = replace(cluster(other, PLUGIN), unmatched=unmatched)
-    assert findings(found) == (), "this pod waits for something else"
-
-
 def test_a_resource_without_a_runtime_class() -> None:
     pod = changed(POD, "spec", "runtimeClassName", to=None)
     assert "no runtime class" in only(cluster(PLUGIN, pod)).cause
@@ -281,22 +267,6 @@ def test_another_nodes_faults_are_not_reported(api: Host) -> None:
         seen = changed(no_handler, "source", to={"component": "kubelet", "host": host})
         kubectl(api, "events", "--all-namespaces", "--field-selector=type=Warning", items=[seen])
         assert len(findings(read_cluster(api, "/k", ["gpu-node"]))) == causes
-
-
-@pytest.mark.parametrize(("nodes", "unmatched"), [("", {"gpu=b,zone=c"}), ("node/of-another-host\n", set())])
-def test_whether_any_node_matches_is_asked_for_pods_that_wait_for_a_gpu(
-    api: Host, nodes: str, unmatched: set[str]
-) -> None:
-    waiting = changed(changed(POD, "spec", "nodeName", to=None), "status", "phase", to="Pending")
-    waiting = changed(waiting, "spec", "nodeSelector", to={"zone": "c", "gpu": "b"})
-    for selector, pods in (("status.phase=Pending", [waiting]), ("spec.nodeName=gpu-node", [PLUGIN])):
-        kubectl(api, "pods", "--all-namespaces", f"--field-selector={selector}", items=pods)
-    argv = ("get", "nodes", "--selector=gpu=b,zone=c", "--output=name")
-    api.command("kubectl", "--kubeconfig=/k", *argv, stdout=nodes)
-    assert read_cluster(api, "/k", ["gpu-node"]).unmatched == unmatched
-    api.command("kubectl", "--kubeconfig=/k", *argv, stderr="forbidden", status=1)
-    found = read_cluster(api, "/k", ["gpu-node"])
-    assert (found.unmatched, len(found.unknown)) == (set(), 1), "unknown is no finding"
 
 
 def test_logs_are_read_of_pods_that_fail(api: Host) -> None:
