@@ -157,57 +157,41 @@ BASE64_LINE = re.compile(r"(?:^|(?<=[\s\"'\\|>]))(?:(?:\\n)?[\w+/=-]{16,}+(?:\\[
 PEM_LINES = 200
 """Lines of the longest PEM block whose end is missing."""
 
-FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
+FORMS = {
     # A PEM block with its end. What begins lines of it, such as the journal's prefix, is removed too.
-    (
-        re.compile(r"(?s)-----BEGIN ([A-Z0-9 ]+)-----(?:(?!-----BEGIN ).)*?(?:-----END \1-----|(?=-----BEGIN ))"),
-        REMOVED,
-    ),
+    r"(?s)-----BEGIN ([A-Z0-9 ]+)-----(?:(?!-----BEGIN ).)*?(?:-----END \1-----|(?=-----BEGIN ))": REMOVED,
     # The same, encoded in base64 as in a kubeconfig: it begins with "-----BEGIN".
-    (re.compile(r"LS0tLS1CRUdJTi[\w+/=-]*+"), REMOVED),
+    r"LS0tLS1CRUdJTi[\w+/=-]*+": REMOVED,
     # Bootstrap tokens (bootstrap-token-secret-format in Kubernetes' documentation): the part before the dot is public.
-    (re.compile(r"\b([a-z0-9]{6})\.[a-z0-9]{16}\b"), rf"\1.{REMOVED}"),
+    r"\b([a-z0-9]{6})\.[a-z0-9]{16}\b": rf"\1.{REMOVED}",
     # JSON web tokens, such as those of service accounts (RFC 7519), also without a signature.
-    (re.compile(r"(?<![\w-])((?>[\w-]*?\b(?=eyJ)))[\w-]{11,}+\.[\w-]{8,}+(?:\.[\w-]*+)*+"), rf"\1{REMOVED}"),
+    r"(?<![\w-])((?>[\w-]*?\b(?=eyJ)))[\w-]{11,}+\.[\w-]{8,}+(?:\.[\w-]*+)*+": rf"\1{REMOVED}",
     # Tokens with the prefix of their issuer.
-    (
-        re.compile(
-            r"""(?x)(?<![A-Za-z0-9])(?>
-            gh[a-z]_\w{16,}+ | github_pat_\w{16,}+ | gl[a-z]{2,6}-[\w.-]{16,}+ | xox[a-z]-[\w-]{8,}+ | xapp-[\w-]{8,}+
-            | A(?:KIA|SIA|GPA|IDA|ROA|IPA|NPA|NVA|BIA|CCA)[A-Z0-9]{12,}+ | AIza[\w-]{30,}+ | ya29\.[\w.-]{10,}+
-            | 1//0[\w-]{20,}+ | GOCSPX-[\w-]{16,}+ | hf_[A-Za-z0-9]{16,}+ | nvapi-[\w-]{16,}+ | sk-[\w-]{16,}+
-            | (?:sk|rk|pk|whsec)_(?:live_|test_)?\w{16,}+ | npm_[A-Za-z0-9]{16,}+ | pypi-[\w-]{16,}+
-            | dckr_[a-z]{3}_[\w-]{10,}+ | SG\.[\w-]{10,}+\.[\w-]{10,}+ | hv[a-z]\.[\w-]{16,}+ | do[a-z]_v1_\w{16,}+
-            | AGE-SECRET-KEY-1[A-Z0-9]{16,}+ | gl(?:sa|c)_\w{16,}+ | gsk_\w{16,}+ | r8_\w{16,}+ | ATATT3[\w=-]{16,}+
-            | tskey-[\w-]{10,}+ | SWMTKN-1-[\w-]{16,}+ | K10[0-9a-f]{16,}+::\S++
-            | shp[a-z]{2}_\w{16,}+ | lin_api_\w{16,}+ | ops_eyJ[\w-]{16,}+ | AccountKey=[^;\s"']++
-            | \$(?:2[abxy]|[156y]|apr1|argon2[a-z]{0,2}|scrypt)\$[\w./+=$,-]{16,}+
-            )"""
-        ),
-        REMOVED,
-    ),
+    r"""(?x)(?<![A-Za-z0-9])(?>
+    gh[a-z]_\w{16,}+ | github_pat_\w{16,}+ | gl[a-z]{2,6}-[\w.-]{16,}+ | xox[a-z]-[\w-]{8,}+ | xapp-[\w-]{8,}+
+    | A(?:KIA|SIA|GPA|IDA|ROA|IPA|NPA|NVA|BIA|CCA)[A-Z0-9]{12,}+ | AIza[\w-]{30,}+ | ya29\.[\w.-]{10,}+
+    | 1//0[\w-]{20,}+ | GOCSPX-[\w-]{16,}+ | hf_[A-Za-z0-9]{16,}+ | nvapi-[\w-]{16,}+ | sk-[\w-]{16,}+
+    | (?:sk|rk|pk|whsec)_(?:live_|test_)?\w{16,}+ | npm_[A-Za-z0-9]{16,}+ | pypi-[\w-]{16,}+
+    | dckr_[a-z]{3}_[\w-]{10,}+ | SG\.[\w-]{10,}+\.[\w-]{10,}+ | hv[a-z]\.[\w-]{16,}+ | do[a-z]_v1_\w{16,}+
+    | AGE-SECRET-KEY-1[A-Z0-9]{16,}+ | gl(?:sa|c)_\w{16,}+ | gsk_\w{16,}+ | r8_\w{16,}+ | ATATT3[\w=-]{16,}+
+    | tskey-[\w-]{10,}+ | SWMTKN-1-[\w-]{16,}+ | K10[0-9a-f]{16,}+::\S++
+    | shp[a-z]{2}_\w{16,}+ | lin_api_\w{16,}+ | ops_eyJ[\w-]{16,}+ | AccountKey=[^;\s"']++
+    | \$(?:2[abxy]|[156y]|apr1|argon2[a-z]{0,2}|scrypt)\$[\w./+=$,-]{16,}+
+    )""": REMOVED,
     # Headers of HTTP.
-    (
-        re.compile(
-            r"""(?ix)(?<![\w-])((?:proxy-)?authorization|(?:set-)?cookie)
-            (\\*+["']?[ \t]*+[:=][ \t]*+\\*+["']?)[^"'\\\r\n]++"""
-        ),
-        rf"\1\2{REMOVED}",
-    ),
-    (re.compile(r"(?i)\b(bearer|basic)\s++[\w.+/=~-]{8,}+"), rf"\1 {REMOVED}"),
+    r"""(?ix)(?<![\w-])((?:proxy-)?authorization|(?:set-)?cookie)
+    (\\*+["']?[ \t]*+[:=][ \t]*+\\*+["']?)[^"'\\\r\n]++""": rf"\1\2{REMOVED}",
+    r"(?i)\b(bearer|basic)\s++[\w.+/=~-]{8,}+": rf"\1 {REMOVED}",
     # URLs.
-    (re.compile(r"(?<!\w)(\w++://[^/\s:@\"']*+):[^/\s@]++@"), rf"\1:{REMOVED}@"),
-    (re.compile(r"(?<!\w)(\w++://)[^/\s:@\"']{16,}+@"), rf"\1{REMOVED}@"),
+    r"(?<!\w)(\w++://[^/\s:@\"']*+):[^/\s@]++@": rf"\1:{REMOVED}@",
+    r"(?<!\w)(\w++://)[^/\s:@\"']{16,}+@": rf"\1{REMOVED}@",
     # curl --user NAME:PASSWORD.
-    (re.compile(r"(?<!\S)(-u|--user|--proxy-user)([ =][\"']?)[^\s:\"'-][^\s:\"']*+:[^\s\"']++"), rf"\1\2{REMOVED}"),
+    r"(?<!\S)(-u|--user|--proxy-user)([ =][\"']?)[^\s:\"'-][^\s:\"']*+:[^\s\"']++": rf"\1\2{REMOVED}",
     # .netrc
-    (re.compile(r"(?m)\b(login\s++\S++\s++password|^\s*+password)([ \t]++)(?![=:])\S++"), rf"\1\2{REMOVED}"),
+    r"(?m)\b(login\s++\S++\s++password|^\s*+password)([ \t]++)(?![=:])\S++": rf"\1\2{REMOVED}",
     # An element of XML.
-    (
-        re.compile(r"(?i)(<(?>[\w.:-]*?(?:passw(?:or)?d|passphrase|secret|token|api-?key))[\w.:-]*+>)[^<]++"),
-        rf"\1{REMOVED}",
-    ),
-)
+    r"(?i)(<(?>[\w.:-]*?(?:passw(?:or)?d|passphrase|secret|token|api-?key))[\w.:-]*+>)[^<]++": rf"\1{REMOVED}",
+}
 """Forms of secrets, with their replacements."""
 LONG = re.compile(r"(?<![\w+/.=-])[A-Za-z0-9+/]{40,}+={0,2}(?![\w.-])")
 """Long words without punctuation. Digests are in hexadecimal, and UUIDs and names of pods have hyphens."""
@@ -265,8 +249,8 @@ NOT_SECRET = re.compile(r"(?i)\\*[\"']?(?:true|false|yes|no|null|none|nil)?\\*[\
 
 def redacted(text: str) -> str:
     """Return the text without the secrets that are recognised."""
-    for pattern, replacement in FORMS:
-        text = pattern.sub(replacement, text)
+    for pattern, replacement in FORMS.items():
+        text = re.sub(pattern, replacement, text)
     text = _without_cut_blocks(text)
     text = LISTED.sub(
         lambda match: f"{match[1]}{match[2]}{match[3]}{REMOVED}" if _names_secret(match["name"]) else match[0], text

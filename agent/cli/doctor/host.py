@@ -1,6 +1,5 @@
 """Observes what diagnoses need, and diagnoses the host itself: faults that no condition shows."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import Struct
@@ -12,7 +11,7 @@ from agent.host.observe.machine import TEMPLATE, observe_joined, observe_units
 from agent.host.reconcile import MachineOutcome
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.host.vendors import host_vendor
-from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
+from agent.model.facts import Absent, Broken, Facts, Unseen
 from agent.model.handoff import DRA
 from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, SERVICE_STATE, STATE, mount_unit
 from agent.model.text import rfc3339
@@ -21,8 +20,6 @@ from agent.system.trust import read_seen
 from agent.vendors.host_vendor import DriverForPods, Finding
 
 SERVICE = "unbounded-agent.service"
-SOCKET = "unbounded-agent.socket"
-"""While this unit is active, systemd listens for the service, perhaps on another address than the configured one."""
 START_SERVICE = "systemctl enable --now unbounded-agent"
 PLAIN_IMAGE = "agent-ubuntu2404"
 """The image in containerfiles/ for machines that have no GPUs, or whose GPUs need no programs of their vendor."""
@@ -34,7 +31,6 @@ SPACE = {STATE: 1 << 29, MACHINE_ROOTS: 1 << 29, "/run": 16 << 20}
 nearly full, and each pass writes some files in /run. The alert UnboundedAgentDiskSpaceLow fires at 2 GiB already, to
 leave time to make room before the next driver."""
 MODULES = "/sys/module"
-RELEASE = "/proc/sys/kernel/osrelease"
 
 
 class HostDiagnosis(Struct, frozen=True):
@@ -137,39 +133,19 @@ def _service(seeing: Seeing) -> Iterator[Finding]:
 
 
 def _running_service(seeing: Seeing, *, active: bool) -> Iterator[Finding]:
-    recorded, system = SERVICE_STATES.read_seen(SERVICE_STATE, seeing.system), seeing.system
+    recorded = SERVICE_STATES.read_seen(SERVICE_STATE, seeing.system)
     state = recorded if isinstance(recorded, ServiceState) else ServiceState()
     steps = ("journalctl -u unbounded-agent -p warning --since -1h --no-pager", "unbounded-agent apply")
     if state.unfinished:
         yield Finding("the service runs, but cannot observe or change this host", state.unfinished, steps)
     if state.failed:
         yield Finding("the service runs, but cannot make all of its changes", state.failed, steps)
-    address = seeing.config.metrics.address
-    port, unserved = int(address.rpartition(":")[2]), state.unserved
-    # If the service has said why, do not look for a socket that listens on the port: it may be another process's.
-    if not unserved and _listens(port, system) is False and observe_units([SOCKET], system)[SOCKET].state != "active":
-        unserved = f"no socket listens on port {port} (metrics.address = {address!a})"
-    if active and unserved:
+    if active and state.unserved:
         yield Finding(
             "the service runs, but serves no metrics",
-            unserved,
+            state.unserved,
             ("journalctl -u unbounded-agent --no-pager | grep -i 'cannot serve'", "systemctl restart unbounded-agent"),
         )
-
-
-def _listens(port: int, system: System) -> Seen[bool]:
-    """Return whether a TCP socket of this network namespace listens on the port (proc_net_tcp.rst in the kernel)."""
-    listens = False
-    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
-        text = read_seen(system.read_text, path)
-        if isinstance(text, Absent) and path.endswith("6"):
-            # A kernel without IPv6.
-            continue
-        if not isinstance(text, str):
-            return text
-        fields = (line.split() for line in text.splitlines()[1:])
-        listens |= any(len(each) > 3 and each[3] == "0A" and each[1].endswith(f":{port:04X}") for each in fields)
-    return listens
 
 
 def _plain_roots(seeing: Seeing) -> Iterator[Finding]:
@@ -186,32 +162,6 @@ def _plain_roots(seeing: Seeing) -> Iterator[Finding]:
                 "stop all machines, then: unbounded-agent apply  # starts them again",
             ),
         )
-
-
-def _modules(seeing: Seeing) -> Iterator[Finding]:
-    """Yield a finding for each vendor whose GPUs have no driver, because the running kernel has no module for them.
-
-    Usually, the module was not built when the kernel was upgraded.
-    """
-    read = seeing.system.read_text
-    release = read_seen(read, RELEASE)
-    kernel = release.strip() if isinstance(release, str) else None
-    lists = [read_seen(read, f"/lib/modules/{kernel}/modules.{each}") for each in ("dep", "builtin")]
-    if kernel is None or not all(isinstance(each, str) for each in lists):
-        return
-    # On Debian, the file of NVIDIA's module is nvidia-current.ko.
-    available = {
-        re.split(r"\.ko|-current\.ko", each)[0] for each in re.findall(r"[^/\s:]+\.ko", "\n".join(map(str, lists)))
-    }
-    for vendor in seeing.facts.vendors:
-        drivers = host_vendor(vendor.vendor).drivers
-        unbound = [gpu.pci_address for gpu in vendor.gpus if not gpu.driver and gpu.override in ("", *drivers)]
-        if vendor.driver_expected and unbound and drivers and not available & set(drivers):
-            yield Finding(
-                f"the running kernel has no module {' or '.join(drivers)} for GPU {', '.join(unbound)}",
-                f"/lib/modules/{kernel}/modules.dep does not name it",
-                (f"apt install linux-headers-{kernel} && dkms autoinstall -k {kernel}", f"modprobe {drivers[0]}"),
-            )
 
 
 def _gpu_faults(seeing: Seeing) -> Iterator[Finding]:
@@ -264,6 +214,6 @@ def _kernel_settings(seeing: Seeing) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Seeing], Iterator[Finding]], ...] = (
-    *(_configuration, _template, _service, _plain_roots, _modules, _gpu_faults, _space, _kernel_settings),
+    *(_configuration, _template, _service, _plain_roots, _gpu_faults, _space, _kernel_settings),
 )
 """The checks of the host, in the order in which their findings are listed."""

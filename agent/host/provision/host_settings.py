@@ -1,7 +1,9 @@
 """Observes the host's settings that nodes need, changes them, and sets them back. Raises OSError or an AgentError."""
 
 import posixpath
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 
 from msgspec.structs import replace
@@ -125,8 +127,8 @@ def _needs_writing(file: NodeFile, state: HostState) -> bool:
 
 SWAPS = "/proc/swaps"
 RELEASE = "/proc/sys/kernel/osrelease"
-BLANKS = {"\\040": " ", "\\011": "\t", "\\012": "\n", "\\134": "\\"}
-"""Characters of a path, by the escape sequences that the kernel writes for them (seq_file_path in mm/swapfile.c)."""
+ESCAPED = re.compile(r"\\([0-7]{3})")
+"""A blank or backslash of a path, as the kernel writes it (seq_file_path in mm/swapfile.c)."""
 NOWHERE = "/dev/null"
 """A unit file that is a link to /dev/null masks its unit, as an empty unit file does."""
 UNITS = "/etc/systemd/system/"
@@ -234,18 +236,14 @@ def _set_sysctl(name: str, value: str, system: System) -> None:
     try:
         system.write_kernel(sysctl_path(name), value)
     except OSError as error:
-        if error.errno in NOT_FOUND:
-            advice = "correct node.host.sysctls, or add the module that has it to node.host.kernel_modules"
-            raise AgentError(f"the kernel does not have the parameter {name}", advice) from error
-        raise AgentError(f"the kernel refuses to set {name} to {value}: {error.strerror}") from error
+        advice = "correct node.host.sysctls, or add the module that has it to node.host.kernel_modules"
+        raise AgentError(f"cannot set {name} to {value}: {error.strerror}", advice) from error
 
 
 def _unload(module: str, system: System) -> None:
-    try:
+    # If something else uses the module by now, it stays loaded.
+    with suppress(CommandError):
         system.run("modprobe", "--remove", "--", module, timeout=MODPROBE_LIMIT)
-    except CommandError:
-        # By now, something else uses the module, so the module stays loaded.
-        return
 
 
 def _swaps(system: System) -> Iterator[Swap]:
@@ -255,8 +253,7 @@ def _swaps(system: System) -> Iterator[Swap]:
     for line in [*system.lines(SWAPS)][1:]:
         # Split before decoding: the kernel escapes only ASCII's blanks, but str.split() also splits at other blanks.
         path, *_, priority = (word.decode(errors="surrogateescape") for word in line.split())
-        for escape, character in BLANKS.items():
-            path = path.replace(escape, character)
+        path = ESCAPED.sub(lambda found: chr(int(found[1], 8)), path)
         # If a swap is turned on without a priority, the kernel chooses a negative one. Here, all of these become -1:
         # they mean only that nobody chose a priority.
         yield Swap(path, max(int(priority), -1))
@@ -264,13 +261,7 @@ def _swaps(system: System) -> Iterator[Swap]:
 
 def _swap_on(swap: Swap, system: System) -> None:
     priority = ("--priority", str(swap.priority)) if swap.priority >= 0 else ()
-    try:
-        system.run("swapon", *priority, swap.path, timeout=SWAP_LIMIT)
-    except CommandError as error:
-        # zram, for example, is set up by its own unit, which swap.target starts. At this point, swap.target is not
-        # masked any longer.
-        hint = "turn it on with `systemctl start swap.target`"
-        raise AgentError(f"cannot use {swap.path} as swap again: {error.message}", hint) from error
+    system.run("swapon", *priority, swap.path, timeout=SWAP_LIMIT)
 
 
 def _file(path: str, system: System) -> FoundFile | None:

@@ -504,12 +504,9 @@ def secret_file(where: str, system: System) -> str:
     """
     if where.startswith(CREDENTIAL):
         name, directory = where.removeprefix(CREDENTIAL), os.environ.get(DIRECTORY, "")
-        run = f"run `systemd-run --pipe --wait --property=LoadCredential={name}:FILE unbounded-agent up`"
-        if not directory:
-            raise ConfigError(f"{where}: systemd has passed no credentials to this command", run)
-        if name in (".", "..") or not system.is_file(f"{directory}/{name}"):
-            add = f"add LoadCredential={name}:FILE to the unit that runs this command"
-            raise ConfigError(f"{where}: there is no such credential", add)
+        if not directory or name in (".", "..") or not system.is_file(f"{directory}/{name}"):
+            run = f"run `systemd-run --pipe --wait --property=LoadCredential={name}:FILE unbounded-agent up`"
+            raise ConfigError(f"{where}: systemd has not passed this credential to this command", run)
         return f"{directory}/{name}"
     try:
         real = system.real_path(where)
@@ -522,30 +519,18 @@ def secret_file(where: str, system: System) -> str:
     if not stat.S_ISREG(mode):
         raise ConfigError(f"{where}: not a regular file", "write the secret to a file of mode 0600")
     if mode & 0o077:
-        shown = f"users other than root may have access to this secret (mode {stat.S_IMODE(mode):04o})"
-        chmod = f"run `chmod 0600 {real}`, and replace the secret: others may have read it"
-        raise ConfigError(f"{where}: refused, because {shown}", chmod)
+        what = f"refused, because users other than root may have access to it (mode {stat.S_IMODE(mode):04o})"
+        raise ConfigError(f"{where}: {what}", f"run `chmod 0600 {real}`, and replace the secret")
     return real
-
-
-def read_secret(where: str, system: System) -> str:
-    """Return a secret without blanks and line breaks around it. Raises ConfigError."""
-    path = secret_file(where, system)
-    try:
-        secret = system.read(path, LIMIT).decode().strip()
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot read this secret: {error.strerror}") from error
-    except UnicodeDecodeError:
-        # Drop the cause, which contains the secret.
-        raise ConfigError(f"{where}: this secret is not text") from None
-    if not secret:
-        raise ConfigError(f"{where}: the secret is empty", "write it there")
-    return secret
 
 
 def read_token(where: str, system: System) -> str:
     """Return a bootstrap token. Raises ConfigError if the secret cannot be read, or is not a bootstrap token."""
-    token = read_secret(where, system)
+    path = secret_file(where, system)
+    try:
+        token = system.read(path, LIMIT).decode(errors="replace").strip()
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read this secret: {error.strerror}") from error
     if not TOKEN.fullmatch(token):
         what = "this is not a bootstrap token (6 characters, a dot, 16 characters)"
         raise ConfigError(f"{where}: {what}", "make one with `kubeadm token create`, and write it there")

@@ -59,7 +59,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         LOAD,
         "dmesg | grep -iE 'nvidia|nvrm|key was rejected'  # if that fails",
         "mokutil --sb-state  # a rejected key: Secure Boot wants a signed module",
-        "dkms autoinstall -k $(uname -r)  # if there is no module for this kernel: needs its linux-headers package",
+        "apt install linux-headers-$(uname -r) && dkms autoinstall -k $(uname -r)  # if this kernel has no module",
     ),
     (ConditionType.DRIVER_LOADED, Reason.MODULE_BROKEN): (
         "apt install --reinstall nvidia-kernel-dkms  # Ubuntu: nvidia-dkms-BRANCH",

@@ -1,24 +1,21 @@
 """Faults of the host that no condition shows: each is seeded and found, and a sound host has none."""
 
-import errno
-import os
-
 import pytest
 from msgspec.structs import replace
 
 from agent.cli.doctor.bundle import examine
-from agent.cli.doctor.host import SERVICE, SOCKET, diagnose_host
+from agent.cli.doctor.host import SERVICE, diagnose_host
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.host.state.records import SERVICE_STATES, ServiceState
-from agent.model.facts import GpuFault, PciDevice
+from agent.model.facts import GpuFault
 from agent.model.paths import SERVICE_STATE, STATE
 from agent.vendors.host_vendor import Finding
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 from tests.fakes.libcuda import answer_of_libcuda
-from tests.fakes.sound_host import KERNEL, SOCKETS, make_sound
+from tests.fakes.sound_host import make_sound
 
 EMPTY = Config(machines={})
 
@@ -47,17 +44,6 @@ def test_settings_of_kubelets_matter_only_where_one_may_run(sound: Host) -> None
     assert command(Reconciler(EMPTY, sound, sound), "doctor") == 0
     unknown_machine = examine(reconciler(sound))
     assert len(unknown_machine.host.findings) == 1, "it has not reported yet"
-
-
-@pytest.mark.parametrize("sockets", [SOCKETS.format(port=9787, state="0A"), SOCKETS.format(port=9788, state="01")])
-def test_a_service_that_serves_no_metrics(sound: Host, sockets: str) -> None:
-    sound.file("/proc/net/tcp", sockets)
-    sound.bus.unit(SOCKET, "inactive")
-    (finding,) = found(sound)
-    assert finding.cause == "the service runs, but serves no metrics"
-    assert "9788" in finding.evidence
-    sound.file("/proc/net/tcp6", SOCKETS.format(port=9788, state="0A"))
-    assert found(sound) == ()
 
 
 def test_another_process_that_answers_prometheus_is_found(sound: Host) -> None:
@@ -91,26 +77,6 @@ def test_a_damaged_record_of_the_service_is_no_fault(sound: Host, content: bytes
     """The service writes it again when its state changes."""
     sound.write(SERVICE_STATE, content)
     assert found(sound) == ()
-
-
-def test_systemd_may_listen_elsewhere(sound: Host) -> None:
-    sound.file("/proc/net/tcp", SOCKETS.format(port=9787, state="0A"))
-    sound.bus.unit(SOCKET)
-    assert found(sound) == ()
-
-
-def test_sockets_that_cannot_be_listed_are_no_fault(sound: Host) -> None:
-    sound.failing["/proc/net/tcp"] = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/proc/net/tcp")
-    assert found(sound) == ()
-
-
-def test_a_kernel_for_which_the_driver_was_not_built(sound: Host) -> None:
-    sound.pci = tuple(PciDevice(each.address, 0x10DE, 0x030200) for each in sound.pci)  # type: ignore[union-attr]
-    assert found(sound) == (), "the module is there, so loading it is enough: DriverLoaded says so"
-    sound.file(f"/lib/modules/{KERNEL}/modules.dep", "kernel/i915.ko:\nkernel/nvidiafb.ko:\n")
-    (finding,) = found(sound)
-    assert finding.cause.startswith("the running kernel has no module nvidia for GPU 0000:01:00.0")
-    assert finding.fix[0] == f"apt install linux-headers-{KERNEL} && dkms autoinstall -k {KERNEL}"
 
 
 def test_an_invalid_configuration_comes_first_and_the_rest_is_diagnosed(sound: Host, capsys: Capture) -> None:

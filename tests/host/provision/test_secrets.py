@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.host.provision.node_files import read_secret, read_token
+from agent.host.provision.node_files import read_token
 from agent.model.errors import ConfigError
 from tests.fakes.host import Host
 from tests.fakes.node_settings import TOKEN, TOKEN_FILE
@@ -18,13 +18,13 @@ def secret(host: Host) -> Host:
 
 
 def test_a_private_file_of_root_is_read(secret: Host) -> None:
-    assert read_secret(TOKEN_FILE, secret) == read_token(TOKEN_FILE, secret) == TOKEN
+    assert read_token(TOKEN_FILE, secret) == TOKEN
 
 
 @pytest.mark.parametrize(
     ("path", "mode", "user", "why"),
     [
-        (TOKEN_FILE, 0o640, 0, r"users other than root may have access to this secret \(mode 0640\)"),
+        (TOKEN_FILE, 0o640, 0, r"users other than root may have access to it \(mode 0640\)"),
         (TOKEN_FILE, 0o604, 0, "run `chmod 0600"),
         (TOKEN_FILE, 0o600, 1000, "belongs to user 1000"),
         (TOKEN_FILE, 0o620, 0, "somebody else could have written"),
@@ -34,15 +34,15 @@ def test_a_private_file_of_root_is_read(secret: Host) -> None:
 def test_a_file_that_others_can_use_is_refused(secret: Host, path: str, mode: int, user: int, why: str) -> None:
     secret.owners[path] = (mode, user)
     with pytest.raises(ConfigError, match=why) as caught:
-        read_secret(TOKEN_FILE, secret)
+        read_token(TOKEN_FILE, secret)
     assert TOKEN not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b" \n", "the secret is empty"),
-        (b"s3cret\xff", "is not text"),
+        (b" \n", "this is not a bootstrap token"),
+        (b"s3cret\xff", "this is not a bootstrap token"),
         (b"abcdef", "this is not a bootstrap token"),
         (b"abcdef.0123456789ABCDEF", "this is not a bootstrap token"),
         (f"{TOKEN}\n{TOKEN}".encode(), "this is not a bootstrap token"),
@@ -62,10 +62,10 @@ def test_what_is_not_a_token_is_not_repeated(secret: Host, content: bytes | None
 def test_a_credential_of_systemd(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", "/run/credentials/up.service")
     host.file("/run/credentials/up.service/token", TOKEN)
-    assert read_secret("credential:token", host) == TOKEN
+    assert read_token("credential:token", host) == TOKEN
     for name in ("other", ".."):
-        with pytest.raises(ConfigError, match="there is no such credential"):
-            read_secret(f"credential:{name}", host)
+        with pytest.raises(ConfigError, match="has not passed this credential"):
+            read_token(f"credential:{name}", host)
     monkeypatch.delenv("CREDENTIALS_DIRECTORY")
     with pytest.raises(ConfigError, match="LoadCredential=token:FILE"):
-        read_secret("credential:token", host)
+        read_token("credential:token", host)
