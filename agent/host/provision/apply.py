@@ -4,7 +4,6 @@ import posixpath
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import assert_never
 
 from msgspec.structs import replace
 
@@ -36,8 +35,7 @@ from agent.model.paths import (
     staged_prefix,
 )
 from agent.model.text import sha256
-from agent.system import opening
-from agent.system.copy import CHUNK, clear, refuse_mounts
+from agent.system.copy import clear, refuse_mounts
 from agent.system.files import System
 from agent.system.network import NetworkSource
 from agent.system.process import ENVIRONMENT
@@ -92,19 +90,9 @@ def _fill(step: plan.FillRoot, system: System, _: Progress) -> None:
     # Digest and size of each file by its path, for the list of files that nobody should change (agent.model.contract).
     listed: dict[str, tuple[str, int]] = {}
     for binary in step.binaries:
-        path = cached(binary, BINARIES)
-        match binary.archive:
-            case "":
-                with opening.plain(system.full_path(path)) as reading:
-                    root.stream(binary.path, iter(partial(reading.read, CHUNK), b""), 0o755)
-                listed[binary.path] = binary.sha256, system.identity(path).size
-            case "program":
-                listed |= put_programs(binary, system.full_path(path), root)
-            case "programs":
-                # The CNI plugins are not listed, because network plugins may replace some of them.
-                put_programs(binary, system.full_path(path), root)
-            case _:
-                assert_never(binary.archive)
+        put = put_programs(binary, system.full_path(cached(binary, BINARIES)), root)
+        # The CNI plugins are not listed, because network plugins may replace some of them.
+        listed |= {} if binary.archive == "programs" else put
     for file in step.files:
         root.write(file.path, file.content, file.mode)
         listed[file.path] = sha256(file.content), len(file.content)

@@ -13,7 +13,8 @@ import tarfile
 import urllib.error
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO, Literal, Protocol
+from functools import partial
+from typing import BinaryIO, Literal
 
 from agent.config.settings import NodeSettings
 from agent.model.errors import AgentError
@@ -231,41 +232,21 @@ DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticE
 """What tarfile and gzip raise for malformed archives."""
 
 
-class Readable(Protocol):
-    """An archive, decompressed."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-
-class _Ahead:
-    """Reads an archive ahead, so that damage at its end is found before its last program is complete."""
-
-    def __init__(self, content: Readable) -> None:
-        self._content, self._ahead = content, b""
-
-    def read(self, size: int) -> bytes:
-        try:
-            while len(self._ahead) <= size and (more := self._content.read(CHUNK)):
-                self._ahead += more
-        except gzip.BadGzipFile as error:
-            # BadGzipFile is an OSError, which `stream` would report as a failure to write the program's file.
-            raise tarfile.ReadError(str(error)) from error
-        taken, self._ahead = self._ahead[:size], self._ahead[size:]
-        return taken
-
-
 def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple[str, int]]:
-    """Write an archive's programs into the root file system. `path` is the archive's path on the host.
+    """Write a program, or an archive's programs, into the root file system. `path` is the file's path on the host.
 
     Returns each program's digest and size, by its path in the root file system. Raises OSError if a file cannot be read
     or written; AgentError if the archive is damaged or too large, or does not contain the programs.
     """
+    if not binary.archive:
+        with opening.plain(path) as file:
+            return {binary.path: _put(iter(partial(file.read, CHUNK), b""), binary.path, root)}
     several, found, total = binary.archive == "programs", dict[str, tuple[str, int]](), 0
     settings = f"{' or '.join(_settings_of(binary))}, and sha256.{binary.name}"
     hint = f"use the archive that the project of {binary.name} releases: correct {settings}"
     try:
         with opening.plain(path) as file, gzip.GzipFile(fileobj=file) as unpacked:
-            for number, (entry, size, header, content) in enumerate(entries(_Ahead(unpacked))):
+            for number, (entry, size, header, content) in enumerate(entries(unpacked)):
                 total += size
                 if total > UNPACKED_LIMIT or number >= ENTRIES_LIMIT:
                     limits = f"{UNPACKED_LIMIT >> 20} MiB, or more than {ENTRIES_LIMIT} entries"
@@ -296,7 +277,7 @@ def _put(program: Iterator[bytes], path: str, root: System) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
-def entries(archive: Readable) -> Iterator[tuple[str, int, tarfile.TarInfo, Iterator[bytes]]]:
+def entries(archive: BinaryIO | gzip.GzipFile) -> Iterator[tuple[str, int, tarfile.TarInfo, Iterator[bytes]]]:
     """Yield each entry's name, the size of its content, its header, and the content. Raises one of DAMAGED.
 
     umoci, which unpacks image layers, and tarfile take some headers for different things, and then an entry's name or
@@ -355,7 +336,7 @@ def _name_and_size(header: tarfile.TarInfo, described: dict[bytes, bytes]) -> tu
     return name, int(size) if header.type == tarfile.REGTYPE else 0
 
 
-def _content(archive: Readable, size: int) -> Iterator[bytes]:
+def _content(archive: BinaryIO | gzip.GzipFile, size: int) -> Iterator[bytes]:
     """Yield what follows a header, in parts, without its padding, which is read as well."""
     padding = -size % tarfile.BLOCKSIZE
     for length, wanted in ((size, True), (padding, False)):
