@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from agent.config.settings import Config
 from agent.host.state.records import MARK
 from agent.model.errors import AgentError, CommandError
-from agent.model.node import Check, FoundFile, HostSettings, HostState, NodeFile, Swap
+from agent.model.node import FoundFile, HostSettings, HostState, NodeFile, Swap
 from agent.model.typed_json import Base64
 from agent.system.files import NOT_FOUND, System
 
@@ -111,13 +111,12 @@ def differs(goal: HostSettings, state: HostState) -> bool:
     )
 
 
-def host_problems(goal: HostSettings, state: HostState) -> tuple[Check, ...]:
-    """Return a problem for each file of the goal that would replace a file that the agent did not write."""
-    return tuple(
-        Check("host settings", f"{file.path} exists, and the agent did not write it", "rename or remove it")
-        for file in goal.files
-        if _needs_writing(file, state) and (found := state.files.get(file.path)) and not _is_ours(found.content)
-    )
+def refuse_foreign(goal: HostSettings, state: HostState) -> None:
+    """Raise AgentError if a file of the goal would replace a file that the agent did not write."""
+    for file in goal.files:
+        found = state.files.get(file.path)
+        if found and _needs_writing(file, state) and not _is_ours(found.content):
+            raise AgentError(f"{file.path} exists, and the agent did not write it", "rename or remove it")
 
 
 def _needs_writing(file: NodeFile, state: HostState) -> bool:
@@ -163,8 +162,7 @@ def observe_host(goal: HostSettings, system: System) -> HostState:
 
 def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
     """Change what differs from the goal; `before` is the observed state. Can be repeated after a failure."""
-    for problem in host_problems(goal, before):
-        raise AgentError(problem.message, problem.advice)
+    refuse_foreign(goal, before)
     # Load modules first: some sysctls exist only while their module is loaded.
     for module in goal.modules:
         if not before.modules.get(module):

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from agent.config.settings import ImageSettings
 from agent.host.observe.machine import is_enabled, observe_joined
-from agent.host.provision.host_settings import differs
+from agent.host.provision.host_settings import differs, refuse_foreign
 from agent.host.provision.network import Leftovers
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.state.records import Durable
@@ -18,7 +18,6 @@ from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.model.goal import Step
 from agent.model.node import (
     AsFound,
-    Check,
     HostSettings,
     HostState,
     Leftover,
@@ -325,32 +324,34 @@ def since_found(found: HostState, now: HostState) -> tuple[str, ...]:
     return tuple(differences)
 
 
-def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Check:
-    """Return whether the root file system must be made. If `up` must not touch what is there, return a Check."""
+def must_make_root(facts: NodeFacts, *, rebuild: bool = False) -> bool:
+    """Return whether the root file system must be made. Raises AgentError if `up` must not touch what is there."""
     path, again = machine_root(facts.machine), f"run `unbounded-agent up --rebuild {facts.machine}`"
     inode, record = facts.root, facts.record
     if isinstance(inode, Unseen | Broken):
-        return Check("root", inode.why, "correct this, then run `unbounded-agent up` again")
+        raise AgentError(inode.why, "correct this, then run `unbounded-agent up` again")
     if isinstance(inode, Absent):
         return True
     if isinstance(record, Absent):
         move = "move it to another place, or use another name"
-        return Check("root", f"{path} exists, and `up` did not make it", move)
+        raise AgentError(f"{path} exists, and `up` did not make it", move)
     if rebuild:
         return True
     if isinstance(record, Broken | Unseen):
-        return Check("record", record.why, f"restore {node_record(facts.machine)} from a backup, or {again}")
+        raise AgentError(record.why, f"restore {node_record(facts.machine)} from a backup, or {again}")
     if not record.is_of(inode, facts.born):
-        return Check("root", f"{path} was replaced since `up` made it", again)
+        raise AgentError(f"{path} was replaced since `up` made it", again)
     return False
 
 
 def plan_host(goal: HostSettings, facts: HostFacts, now: float) -> tuple[NodeStep, ...]:
     """Return the steps that make or extend the record of the host as it was found, and then change the host.
 
-    Raises AgentError if the record is damaged, or is missing although a node was made: it is never replaced then.
+    Raises AgentError if the record is damaged, or is missing although a node was made: it is never replaced then. Also
+    raises it if a file of somebody else is in the place of one of the goal.
     """
     steps: list[NodeStep] = []
+    refuse_foreign(goal, facts.state)
     match facts.found:
         case AsFound() as found:
             recorded = found.extended(facts.state, facts.units)

@@ -15,7 +15,7 @@ from agent.host.plan.goal import Plan, plan
 from agent.host.provision import preflight
 from agent.host.provision.apply import performers
 from agent.host.provision.binaries import wanted_binaries
-from agent.host.provision.host_settings import host_goal, host_problems, observe_host
+from agent.host.provision.host_settings import host_goal, observe_host
 from agent.host.provision.image import PLAIN_IMAGE, choose_image, go_architecture, inspect
 from agent.host.provision.network import observe_network
 from agent.host.provision.node_files import (
@@ -79,9 +79,10 @@ def gpu_labels(grants: Iterable[Grant], facts: Facts, system: System) -> dict[st
 # Says which changes of the configuration or of the host have no effect on nodes that exist already.
 
 
-def node_remark(machine: str, record: NodeRecord, config: Config, system: System) -> str:
+def node_remark(found: NodeFacts, config: Config, system: System) -> str:
     """Return which settings and inputs have changed since a node was made, and what to do; empty if none has."""
-    settings = config.machines[machine].node
+    machine, record, settings = found.machine, found.record, config.machines[found.machine].node
+    assert isinstance(record, NodeRecord), "`up` made the node"
     of_settings = changed_settings(record, settings) if settings else ()
     changed = (*of_settings, *changed_inputs(record, machine, config, system))
     if not changed:
@@ -107,6 +108,8 @@ class NodeWork(Struct, frozen=True):
     steps: tuple[NodeStep, ...] = ()
     size: int = 0
     """Bytes of the image to pull, compressed."""
+    remark: str = ""
+    """What the user should know about a node that exists already."""
 
     @property
     def machine(self) -> str:
@@ -122,7 +125,7 @@ class Work(Struct, frozen=True):
     """What has to be done before machines start. Incomplete if a check failed."""
     nodes: tuple[NodeWork, ...]
     remarks: tuple[str, ...]
-    """What the user should know about nodes that exist already, and about the host."""
+    """What the user should know about nodes that exist already."""
 
     @property
     def failed(self) -> tuple[Check, ...]:
@@ -155,16 +158,14 @@ class Provisioner(Struct, frozen=True):
         checks += preflight.refusals(self.config)
         if makes_root:
             checks.append(self._disk_check(nodes))
-        steps, problems = self._host(names, lambda: observe_network(self.network, self.system))
-        checks += [*problems, *(check for node in nodes for check in node.checks)]
-        made = {
-            node.machine: node.facts.record
-            for node in nodes
-            if isinstance(node.facts.record, NodeRecord) and not node.make and must_make_root(node.facts) is False
-        }
-        remarks = (node_remark(*each, self.config, self.system) for each in made.items())
+        steps: tuple[NodeStep, ...] = ()
+        try:
+            steps = self._host_steps(names, lambda: observe_network(self.network, self.system))
+        except AgentError as error:
+            checks.append(Check("host settings", error.message, error.hint))
+        checks += (check for node in nodes for check in node.checks)
         steps = plan_all(steps, [step for node in nodes for step in node.steps])
-        return Work(tuple(checks), steps, nodes, tuple(filter(None, remarks)))
+        return Work(tuple(checks), steps, nodes, tuple(node.remark for node in nodes if node.remark))
 
     def preview(
         self, names: tuple[str, ...], planned: Plan
@@ -185,13 +186,8 @@ class Provisioner(Struct, frozen=True):
                 unknown.update(dict.fromkeys(names, reason(error, "")))
             return ()
 
-        def of_host() -> tuple[NodeStep, ...]:
-            steps, problems = self._host(names, Network)
-            for each in problems:
-                raise AgentError(each.message, each.advice)
-            return steps
-
-        host, roots, after = known(of_host, *names), list[NodeStep](), dict[NodeStep, None]()
+        host = known(partial(self._host_steps, names, Network), *names)
+        roots, after = list[NodeStep](), dict[NodeStep, None]()
         for name in names:
             roots += known(partial(self._preview_root, name, planned), name)
             after |= dict.fromkeys(known(partial(self._boot_steps, name), name))
@@ -199,10 +195,7 @@ class Provisioner(Struct, frozen=True):
 
     def _preview_root(self, name: str, planned: Plan) -> tuple[NodeStep, ...]:
         found, settings = observe_node(name, self.system), self._settings(name)
-        make = must_make_root(found)
-        if isinstance(make, Check):
-            raise AgentError(make.message, make.advice)
-        if not make:
+        if not must_make_root(found):
             return self._token_steps(found) if found.unjoined and settings.bootstrap_token else ()
         if found.staged:
             raise AgentError(f"`up` uses or removes what an interrupted attempt left: {', '.join(found.staged)}")
@@ -228,17 +221,18 @@ class Provisioner(Struct, frozen=True):
 
     def _node(self, found: NodeFacts, facts: Facts, planned: Plan) -> NodeWork:
         name, settings = found.machine, self._settings(found.machine)
-        make = must_make_root(found, rebuild=name in self.rebuild)
-        if isinstance(make, Check):
-            return NodeWork(found, checks=(replace(make, machine=name),))
-        if make:
-            return self._new_node(found, facts, planned)
+        try:
+            if must_make_root(found, rebuild=name in self.rebuild):
+                return self._new_node(found, facts, planned)
+        except AgentError as error:
+            return NodeWork(found, checks=(Check("root", error.message, error.hint, name),))
+        remark = node_remark(found, self.config, self.system)
         if not (found.unjoined and settings.bootstrap_token):
-            return NodeWork(found)
+            return NodeWork(found, remark=remark)
         # A node that was made but has not joined.
         checks = tuple(self._server_checks(name))
         failed = any(check.required and not check.passed for check in checks)
-        return NodeWork(found, checks=checks, steps=() if failed else self._token_steps(found))
+        return NodeWork(found, checks=checks, steps=() if failed else self._token_steps(found), remark=remark)
 
     def _new_node(self, found: NodeFacts, facts: Facts, planned: Plan) -> NodeWork:
         """Run the checks for a node whose root file system has to be made."""
@@ -301,8 +295,8 @@ class Provisioner(Struct, frozen=True):
         checks = preflight.check_server(self._settings(machine), self.system, self.ask)
         return [replace(check, machine=machine) for check in checks]
 
-    def _host(self, names: tuple[str, ...], network: Callable[[], Network]) -> tuple[tuple[NodeStep, ...], list[Check]]:
-        """Return the steps that change the host's settings, and what keeps `up` from changing them."""
+    def _host_steps(self, names: tuple[str, ...], network: Callable[[], Network]) -> tuple[NodeStep, ...]:
+        """Return the steps that change the host's settings. Raises AgentError if `up` must not change them."""
         goal, found = host_goal(self.config), observe_found(self.system)
         # Leave out the first unit, which is the machine's own: NodeFacts has it.
         units = {unit: is_enabled(unit, self.system) for name in names for unit in boot_units(name)[1:]}
@@ -315,11 +309,7 @@ class Provisioner(Struct, frozen=True):
             found=found,
             others=made_nodes(self.system),
         )
-        problems = [*host_problems(goal, facts.state)]
-        try:
-            return plan_host(goal, facts, time.time()), problems
-        except AgentError as error:
-            return (), [*problems, Check("record", error.message, error.hint)]
+        return plan_host(goal, facts, time.time())
 
     def _disk_check(self, nodes: tuple[NodeWork, ...]) -> Check:
         """Check the free space for images.
