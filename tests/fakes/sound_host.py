@@ -1,6 +1,7 @@
 """A host without any fault, and a machine on it that reports none, for tests that seed one."""
 
 from agent.cli.doctor.host import SERVICE
+from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_path
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, true
 from agent.model.facts import render_live
@@ -15,8 +16,8 @@ ALL_OPEN = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
 def make_sound(host: Host) -> None:
     """Add what `doctor` expects of a host: the service, and settings of the kernel."""
     host.bus.unit(SERVICE)
-    for name, value in (("vm/overcommit_memory", "1"), ("kernel/panic", "10"), ("kernel/panic_on_oops", "1")):
-        host.file(f"/proc/sys/{name}", f"{value}\n")
+    for name, value in KUBELET_SYSCTLS.items():
+        host.file(sysctl_path(name), f"{value}\n")
 
 
 def start(host: Host, agent: Reconciler) -> None:

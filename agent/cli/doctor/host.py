@@ -8,6 +8,7 @@ from agent.cli.doctor.machines import Diagnosis, Environment, diagnose
 from agent.config.settings import Config, MachineSettings
 from agent.host.observe.driver_roots import why_state_is_not_mounted
 from agent.host.observe.machine import TEMPLATE, observe_joined, observe_units
+from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_path
 from agent.host.reconcile import MachineOutcome
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.host.vendors import host_vendor
@@ -23,9 +24,6 @@ SERVICE = "unbounded-agent.service"
 START_SERVICE = "systemctl enable --now unbounded-agent"
 PLAIN_IMAGE = "agent-ubuntu2404"
 """The image in containerfiles/ for machines that have no GPUs, or whose GPUs need no programs of their vendor."""
-KERNEL_SETTINGS = {"vm/overcommit_memory": "1", "kernel/panic": "10", "kernel/panic_on_oops": "1"}
-"""Values in /proc/sys that the kubelet requires (setupKernelTunables), but cannot set in a machine, where /proc/sys is
-read-only."""
 SPACE = {STATE: 1 << 29, MACHINE_ROOTS: 1 << 29, "/run": 16 << 20}
 """Bytes below which something fails, by path. A driver root takes half a gigabyte, kubelets evict pods if the disk is
 nearly full, and each pass writes some files in /run. The alert UnboundedAgentDiskSpaceLow fires at 2 GiB already, to
@@ -200,8 +198,9 @@ def _space(seeing: Seeing) -> Iterator[Finding]:
 
 
 def _kernel_settings(seeing: Seeing) -> Iterator[Finding]:
-    for name, wanted in KERNEL_SETTINGS.items() if seeing.kubelets else ():
-        path, key = f"/proc/sys/{name}", name.replace("/", ".")
+    # The kubelet cannot set these in a machine, where /proc/sys is read-only.
+    for key, wanted in KUBELET_SYSCTLS.items() if seeing.kubelets else ():
+        path = sysctl_path(key)
         value = read_seen(seeing.system.read_text, path)
         if not isinstance(value, str):
             yield Finding(f"whether kubelets can start is unknown: cannot read {path}", value.why)

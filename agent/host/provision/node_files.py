@@ -411,7 +411,7 @@ def node_inputs(
             f"{whose}, {name}, has {len(name)} characters, and no Node with more than {NAME_LIMIT} can register",
             f"set machines.{machine}.node.name to a shorter one",
         )
-    return NodeInputs(name, node.kubelet.node_ip or ("" if own else address()), _ca(node, system), own)
+    return NodeInputs(name, node.kubelet.node_ip or ("" if own else address()), cluster_ca(node, system), own)
 
 
 def changed_inputs(
@@ -430,7 +430,7 @@ def changed_inputs(
     node, changed = settings.node, []
     assert node, "the machine is a node"
     with suppress(AgentError, OSError):
-        if record.files.get(CA_FILE) not in (None, sha256(_ca(node, system))):
+        if record.files.get(CA_FILE) not in (None, sha256(cluster_ca(node, system))):
             changed.append("the content of ca_file")
     with suppress(AgentError, OSError):
         if not node.name and record.node != (name := _host_name(machine, system)):
@@ -470,7 +470,8 @@ def _host_name(machine: str, system: System) -> str:
     return name
 
 
-def _ca(node: NodeSettings, system: System) -> bytes:
+def cluster_ca(node: NodeSettings, system: System) -> bytes:
+    """Return the CA certificate of the API server, in PEM format. Raises ConfigError."""
     path = node.ca_file
     try:
         content = system.read(path)

@@ -6,7 +6,6 @@ that need what failed are left out: if the bootstrap token cannot be read, for e
 
 import json
 import re
-import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -17,9 +16,9 @@ from agent.host.plan.nspawn import OWN_NETWORK, own_network
 from agent.host.provision.binaries import check_source
 from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_name
 from agent.host.provision.image import UNPACKED
-from agent.host.provision.node_files import NETWORK_WANTED, NodeRecord, node_names, read_token
+from agent.host.provision.node_files import NETWORK_WANTED, NodeRecord, cluster_ca, node_names, read_token
 from agent.host.provision.plan import made_nodes, observe_node
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import Absent, Facts
 from agent.model.node import Check, NodeBinary
 from agent.model.paths import MACHINE_ROOTS
@@ -107,40 +106,30 @@ def check_disk(size: int, system: System) -> str:
     return f"{free // 10**6} MB free in {MACHINE_ROOTS}"
 
 
-def check_server(settings: NodeSettings, system: System, ask: Asking = ask, *, with_token: bool = True) -> list[Check]:
-    """Return the checks of the API server: whether it answers, its CA, the bootstrap token, and the clocks.
+def check_server(
+    settings: NodeSettings, system: System, ask: Asking = ask, *, with_token: bool = True
+) -> Iterator[Check]:
+    """Yield the checks of the API server: whether it answers, its CA, the bootstrap token, and the clocks.
 
     Without `with_token`, the token is not checked.
     """
-    tokens: list[str] = []
-
-    def read() -> str:
-        tokens.append(read_token(settings.bootstrap_token, system))
-        return "the bootstrap token can be read"
-
-    if not (settings.bootstrap_token and with_token):
-        return [*_server(settings, system, "", ask)]
-    check = checked("token", read)
-    return [check, *(each for token in tokens for each in _server(settings, system, token, ask))]
-
-
-def _server(settings: NodeSettings, system: System, token: str, ask: Asking) -> Iterator[Check]:
-    server, file, where = settings.server, settings.ca_file, settings.bootstrap_token
-    ca = read_seen(system.read, file)
-    if not isinstance(ca, bytes):
-        yield Check("ca_file", ca.why, "put the cluster's CA there")
+    server, file, where, token = settings.server, settings.ca_file, settings.bootstrap_token, ""
+    try:
+        if where and with_token:
+            token = read_token(where, system)
+    except ConfigError as error:
+        yield Check("token", error.message, error.hint)
         return
     try:
-        answer = ask(f"{server}/api", ca=ca, token=token)
-    except ssl.SSLCertVerificationError as error:
-        # If the error does not come from OpenSSL, it has no `verify_message`.
-        what = f"{server}: its certificate is not accepted: {getattr(error, 'verify_message', '') or error}"
-        yield Check(
-            "server", what, f"put the cluster's CA into {file}, and check the host's clock: it is {time.ctime()}"
-        )
+        answer = ask(f"{server}/api", ca=cluster_ca(settings, system), token=token)
+    except ConfigError as error:
+        yield Check("ca_file", error.message, error.hint)
         return
     except ValueError as error:
-        yield Check("ca_file", f"{file}: {error}", "put the cluster's CA there")
+        # Such as ssl.SSLCertVerificationError, which has a `verify_message` if it comes from OpenSSL.
+        what = f"{server}: its certificate is not accepted: {getattr(error, 'verify_message', '') or error}"
+        advice = f"put the cluster's CA into {file}, and check the host's clock: it is {time.ctime()}"
+        yield Check("server", what, advice)
         return
     except OSError as error:
         advice = "check the address, routes and firewalls between this host and the API server"
@@ -156,11 +145,8 @@ def _server(settings: NodeSettings, system: System, token: str, ask: Asking) -> 
         yield Check("token", "the API server accepts the bootstrap token")
     if answer.date is not None:
         apart = abs(answer.date - time.time())
-        if apart > CLOCK_LIMIT:
-            advice = "set this host's clock, preferably with systemd-timesyncd or chrony"
-            yield Check("clock", f"the clocks of host and API server differ by {apart:.0f} s", advice)
-        else:
-            yield Check("clock", "the clocks of host and API server agree")
+        advice = "set this host's clock, preferably with systemd-timesyncd or chrony" if apart > CLOCK_LIMIT else ""
+        yield Check("clock", f"the clocks of host and API server differ by {apart:.0f} s", advice)
 
 
 def check_binaries(binaries: Sequence[NodeBinary], system: System) -> str:

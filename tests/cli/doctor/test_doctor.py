@@ -10,6 +10,7 @@ from agent.cli.doctor.bundle import Report, as_object, in_words
 from agent.cli.doctor.host import SERVICE, HostDiagnosis, diagnose_host
 from agent.cli.doctor.machines import Diagnosis, diagnose
 from agent.config.settings import Config
+from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_path
 from agent.host.reconcile import MachineOutcome
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Reason, Status, false, true, unknown
@@ -44,8 +45,8 @@ def sound(*diagnoses: Diagnosis, host: HostDiagnosis = NO_FAULT) -> bool:
 @pytest.fixture
 def sound_host(host: Host) -> Host:
     host.bus.unit(SERVICE)
-    for name, value in (("vm/overcommit_memory", "1"), ("kernel/panic", "10"), ("kernel/panic_on_oops", "1")):
-        host.file(f"/proc/sys/{name}", f"{value}\n")
+    for name, value in KUBELET_SYSCTLS.items():
+        host.file(sysctl_path(name), f"{value}\n")
     return host
 
 
@@ -262,7 +263,7 @@ def test_masked_units_are_unmasked_first(sound_host: Host) -> None:
 def test_a_setting_that_no_kubelet_starts_with(sound_host: Host) -> None:
     sound_host.file("/proc/sys/kernel/panic", "0\n")
     sound_host.remove_file("/proc/sys/vm/overcommit_memory")
-    absent, wrong = host_findings(sound_host)
+    wrong, absent = host_findings(sound_host)
     assert absent.cause == "whether kubelets can start is unknown: cannot read /proc/sys/vm/overcommit_memory"
     assert wrong.cause.startswith("kernel.panic is 0, but kubelets in machines start only if it is 10")
     assert wrong.fix == ("echo 'kernel.panic = 10' >> /etc/sysctl.d/90-kubelet.conf && sysctl --system",)
