@@ -7,11 +7,13 @@ from pathlib import Path
 
 from integration.bed.cache import cached
 from integration.bed.process import run
-from integration.bed.tools import NVML_LINK, TOOLKIT, TOOLKIT_TOOLS, go
+from integration.bed.tools import NVML_LINK, TOOLKIT, TOOLKIT_TOOLS, chosen, go, toolchain
 
 NEWEST = "1.20.2"
-VERSIONS = ("1.18.2", "1.20.1", NEWEST)
+PINNED = ("1.18.2", "1.20.1", NEWEST)
 """The oldest version that the agent accepts, and those that write something else than the bed's version."""
+VERSIONS = (chosen("TOOLKIT"),) if chosen("TOOLKIT") else PINNED
+"""What tests use."""
 
 
 def toolkit_of(version: str) -> Path:
@@ -22,7 +24,6 @@ def toolkit_of(version: str) -> Path:
 def _install(output: Path, version: str) -> None:
     flags = f"-s -w '{NVML_LINK}' -X {TOOLKIT}/internal/info.version={version}"
     packages = [f"{tool.package}@v{version}" for tool in TOOLKIT_TOOLS]
-    # GOTOOLCHAIN: the module may ask for another version of Go, which the proxy would send.
-    environment = {"GOBIN": str(output), "GOTOOLCHAIN": "local", "GOWORK": "off", "CGO_ENABLED": "1"}
+    environment = {"GOBIN": str(output), "GOTOOLCHAIN": toolchain(), "GOWORK": "off", "CGO_ENABLED": "1"}
     build = ["-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false", "-ldflags", flags]
     run([go(), "install", *build, *packages], env=environment)

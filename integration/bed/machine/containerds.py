@@ -1,26 +1,30 @@
-"""containerd of several releases, each in its own root file system: real programs from Debian and upstream."""
+"""containerd of several releases, each in its own root file system: real programs from distributions and upstream."""
 
 import shutil
 from pathlib import Path
 
-from integration.bed import debian
+from integration.bed import debian, ubuntu
 from integration.bed.cache import REPOSITORY, cached
-from integration.bed.tools import compile_go
+from integration.bed.tools import chosen, compile_go, module_with
 
 MODULE = REPOSITORY / "integration" / "go" / "containerd"
 UPSTREAM = "github.com/containerd/containerd/v2/cmd"
+RUNC = "github.com/opencontainers/runc"
 # base-files has the links /lib and /lib64, without which no program finds its loader.
 PACKAGES = ("base-files", "containerd", "runc", "crun")
 
 
 def debian_root(suite: str) -> Path:
-    """Return a root with containerd, runc and crun from a Debian suite, unpacked but not configured.
+    """Return a root with containerd, runc and crun from a suite of Debian, or Ubuntu's, unpacked but not configured.
 
     trixie has containerd 1.7, which reads configurations of version 2; sid has 2.1, which also reads version 3.
     """
 
     def build(target: Path) -> None:
-        debian.debian_tree(target / "root", "extract", PACKAGES, suite=suite)
+        if suite == ubuntu.UBUNTU:
+            ubuntu.ubuntu_tree(target / "root", PACKAGES, "extract")
+        else:
+            debian.debian_tree(target / "root", "extract", PACKAGES, suite=suite)
         for name in ("var/lib/apt", "var/cache", "usr/share"):
             shutil.rmtree(target / "root" / name, ignore_errors=True)
 
@@ -32,11 +36,25 @@ def upstream_root() -> Path:
 
     Its configuration is of version 4.
     """
+    names, module = ["containerd", "ctr"], MODULE
+    if version := chosen("CONTAINERD"):
+        names.append("containerd-shim-runc-v2")
+        module = module_with([f"{UPSTREAM}/{name}@v{version}" for name in names])
 
     def build(target: Path) -> None:
         # Static, because the root has no C library.
-        for name in ("containerd", "ctr"):
-            compile_go(MODULE, f"{UPSTREAM}/{name}", target / "root/usr/bin" / name, "-s -w")
+        for name in names:
+            compile_go(module, f"{UPSTREAM}/{name}", target / "root/usr/bin" / name, "-s -w")
         (target / "root/etc").mkdir()
 
-    return cached("containerd-upstream", [MODULE, Path(__file__)], build) / "root"
+    return cached("containerd-upstream", [module, Path(__file__)], build) / "root"
+
+
+def runc(version: str) -> Path:
+    """Return runc of this version, without seccomp: no pod of the tests uses it."""
+    module = module_with([f"{RUNC}@v{version}"])
+
+    def build(target: Path) -> None:
+        compile_go(module, RUNC, target / "runc", f"-s -w -X main.version={version}", cgo=True)
+
+    return cached("runc", [module, Path(__file__)], build) / "runc"

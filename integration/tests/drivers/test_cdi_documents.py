@@ -6,7 +6,7 @@ simulated, and there is no virtual machine.
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from agent.model.paths import spec_directory
 from agent.vendors.cdi import host_paths, normalised
 from agent.vendors.nvidia.machine import NvidiaMachine
 from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
+from integration.bed import ubuntu
 from integration.bed.cache import cache_root
 from integration.bed.drivers.foreign_trees import crowded_root
 from integration.bed.drivers.generator import GeneratorMachine, with_simulated_nodes
 from integration.bed.drivers.host_roots import host_root
 from integration.bed.process import run
-from integration.bed.tools import bed_tools, toolkit
+from integration.bed.tools import CDI_LIBRARY, MODULE, bed_tools, chosen, pinned, toolkit
 from integration.tests.drivers.observed_tree import CONFIG, Tree
 from tests.fakes.cdi_specs import VERSIONS
 from tests.fakes.machine import SPEC
@@ -38,6 +39,8 @@ TREES = {
     "Debian 13": lambda: host_root("split", "trixie"),
     "Debian 12": lambda: host_root("split", "bookworm"),
     "Ubuntu's layout": lambda: host_root("flat", "trixie"),
+    "Ubuntu's own": lambda: host_root("flat", ubuntu.UBUNTU),
+    "Debian unstable": lambda: host_root("split", "sid"),
     "two drivers, 32 bits": crowded_root,
 }
 GATE = ("Debian 13", "two drivers, 32 bits")
@@ -93,8 +96,12 @@ def staged_root(root: Path, copy: Path) -> tuple[Path, Request, Mapping[str, Dev
     "name",
     [each if each in GATE else pytest.param(each, marks=pytest.mark.exhaustive) for each in TREES],
 )
-def test_specs_of_every_tree(copy: Path, tmp_path: Path, name: str) -> None:
-    staged, request, live = staged_root(TREES[name](), copy)
+def test_specs_of_every_tree(
+    copy: Path, tmp_path: Path, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    root = TREES[name]()
+    record_property("NVIDIA driver", installed_version(root))
+    staged, request, live = staged_root(root, copy)
     machine = GeneratorMachine(tmp_path, staged, request, toolkit() / "nvidia-ctk")
     machine.make_directory(spec_directory("nvidia"))
     spec: Any = normalised(NVIDIA.generate(machine, request, spec_directory("nvidia"), live).spec)
@@ -115,8 +122,11 @@ def test_recorded_specs(tmp_path: Path) -> None:
     validate(tmp_path, *(normalised(each) for each in specs))
 
 
-def test_versions_are_the_ones_that_the_library_requires(tmp_path: Path) -> None:
+def test_versions_are_the_ones_that_the_library_requires(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """Every feature that needs a newer version than 0.5.0 gets that version and no higher one."""
+    record_property("CDI library", chosen("CDI_LIBRARY") or pinned(MODULE, CDI_LIBRARY))
     validate(tmp_path, *(normalised(document) for document, _ in VERSIONS.values()))
 
 

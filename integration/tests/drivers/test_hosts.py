@@ -17,6 +17,7 @@ from integration.bed.drivers.host_roots import Layout, host_root
 from integration.bed.machine.machine_image import machines_disk
 from integration.bed.machine.node import MACHINE
 from integration.bed.measure.versions import host_versions
+from integration.bed.tools import chosen
 from integration.bed.vm.host_image import host_image
 from integration.bed.vm.installation import CONFIGURATION as ALL_GPUS
 from integration.bed.vm.installation import install
@@ -45,7 +46,10 @@ class Kind(NamedTuple):
 
 DEBIAN_12 = Kind("split", "bookworm", base=debian.SUITE)
 UBUNTU = Kind("flat", ubuntu.UBUNTU)
-TESTING = pytest.param(Kind("split", "testing"), marks=pytest.mark.xfail(reason="Debian testing changes", strict=False))
+TESTING = pytest.param(
+    Kind("split", chosen("TESTING") or "testing"),
+    marks=pytest.mark.xfail(reason="Debian testing changes", strict=False),
+)
 RELEASED = pytest.mark.parametrize("other", [DEBIAN_12, UBUNTU], ids=["debian-12", "ubuntu"], indirect=True)
 
 

@@ -1,13 +1,14 @@
 """The machine with container runtimes that the other tests do not have: containerd 2 with a newer runc, and crun."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from integration.bed.machine.containerds import debian_root
+from integration.bed.machine.containerds import debian_root, runc, upstream_root
 from integration.bed.machine.node import MACHINE, Node
 from integration.bed.measure.versions import machine_versions
+from integration.bed.tools import chosen
 from integration.bed.vm.transfer import send_files
 from integration.conftest import Bed
 from integration.tests.kubernetes.test_pods import expect_gpus, probe
@@ -16,9 +17,13 @@ pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
 
 ROOT = f"/var/lib/machines/{MACHINE}"
 MAIN = f"{ROOT}/etc/containerd/config.toml"
-CONTAINERD_2 = ("usr/bin/containerd", "usr/bin/containerd-shim-runc-v2", "usr/bin/ctr", "usr/sbin/runc")
-# The last file is the one library of crun that the machine's other packages lack.
-CRUN = ("usr/bin/crun", "usr/lib/x86_64-linux-gnu/libyajl.so.2")
+CONTAINERD_2 = ("usr/bin/containerd", "usr/bin/containerd-shim-runc-v2", "usr/bin/ctr")
+RUNC = "usr/sbin/runc"
+# The libraries of crun, of different releases, that the machine's other packages lack.
+CRUN = (
+    "usr/bin/crun",
+    *(f"usr/lib/x86_64-linux-gnu/lib{name}" for name in ("yajl.so.2", "json-c.so.5", "blake3.so.0")),
+)
 
 RUNTIME_2 = 'plugins."io.containerd.grpc.v1.cri".containerd.runtimes.crun'
 CRUN_2 = f"""
@@ -59,9 +64,18 @@ def record_versions(node: Node, record: Record) -> dict[str, str]:
     return versions
 
 
-def install_programs(bed: Bed, root: Path, names: tuple[str, ...]) -> None:
-    """Replace the machine's programs with those of a Debian suite."""
-    send_files(bed.guest, {name: (root / name).resolve() for name in names}, ROOT)
+def install_programs(bed: Bed, programs: Mapping[str, Path]) -> None:
+    """Replace the machine's programs with others, by their paths in the machine."""
+    send_files(bed.guest, {name: file.resolve() for name, file in programs.items()}, ROOT)
+
+
+def newer_programs() -> dict[str, Path]:
+    """Return containerd and runc of Debian unstable, or those that integration/canary has chosen."""
+    containerd = upstream_root() if chosen("CONTAINERD") else debian_root("sid")
+    return {
+        **{name: containerd / name for name in CONTAINERD_2},
+        RUNC: runc(chosen("RUNC")) if chosen("RUNC") else debian_root("sid") / RUNC,
+    }
 
 
 def expect_pods(node: Node, *runtimes: str) -> None:
@@ -74,7 +88,7 @@ def expect_pods(node: Node, *runtimes: str) -> None:
 def test_containerd_2_with_a_newer_runc(ready: Bed, record_property: Record) -> None:
     """After an upgrade in place, the settings for 1.7 are replaced before containerd 2 reads them."""
     machines_own = machine_versions(ready.node)
-    install_programs(ready, debian_root("sid"), CONTAINERD_2)
+    install_programs(ready, newer_programs())
     ready.guest.write(MAIN, MAIN_3.encode())
     ready.node.run("systemctl", "restart", "containerd.service", timeout=240)
     ready.wait_ready()
@@ -92,7 +106,8 @@ def test_containerd_2_with_a_newer_runc(ready: Bed, record_property: Record) -> 
 def test_crun_as_the_users_runtime_and_under_nvidias(installed: Bed, record_property: Record) -> None:
     """runc is moved away, so crun must have run the pods. crun makes device nodes itself: hence `rwm`."""
     installed.guest.write("/etc/unbounded-agent/config.toml", CONFIGURATION_RWM.encode())
-    install_programs(installed, debian_root("trixie"), CRUN)
+    root = debian_root(chosen("CRUN") or "trixie")
+    install_programs(installed, {name: root / name for name in CRUN if (root / name).exists()})
     installed.guest.write(MAIN, installed.guest.read(MAIN) + CRUN_2.encode())
     installed.agent("apply", timeout=400)
     node = installed.node

@@ -1,5 +1,6 @@
-"""Images whose machine half comes from its packages, and the key of NVIDIA's packages."""
+"""Images whose machine half comes from its packages, the key of NVIDIA's packages, and releases that are left out."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,12 +9,14 @@ import pytest
 from integration.bed.cache import REPOSITORY
 from integration.bed.machine import buildah
 from integration.bed.machine.machine_image import base_image, base_suite
-from integration.bed.packages import TOOLS, Root, debian_root, packages
-from integration.bed.process import CommandError
+from integration.bed.packages import TOOLS, Root, debian_root, packages, repository
+from integration.bed.process import CommandError, run
 
 IMAGE = "agent-ubuntu2404"
 """The image without NVIDIA's toolkit. The bed's machines are made from the one with it."""
 MACHINE = "unbounded-agent-machine"
+CONTAINERFILES = REPOSITORY / "containerfiles"
+TOOLKIT = "nvidia-container-toolkit-base"
 
 
 def test_an_image_of_packages() -> None:
@@ -29,7 +32,7 @@ def test_an_image_of_packages() -> None:
         for unit in {*expected, "containerd.service"}:
             assert root.run("systemctl", "is-enabled", unit) == "enabled", unit
         root.run("env", "PYTHONPATH=/usr/lib/unbounded-agent", "python3", "-P", "-c", "import agent.machine.run")
-        assert not (root.path / "tmp/packages").exists()
+        assert list((root.path / "tmp").iterdir()) == []
         for timer in ("apt-daily.timer", "apt-daily-upgrade.timer", "motd-news.timer"):
             assert (root.path / "etc/systemd/system" / timer).readlink() == Path("/dev/null")
 
@@ -47,10 +50,12 @@ def root() -> Iterator[Root]:
 
 def install_toolkit(root: Root, fingerprint: str) -> None:
     """Run containerfiles/install-toolkit as if NVIDIA's key had this fingerprint."""
-    script = (REPOSITORY / "containerfiles/install-toolkit").read_text()
+    script = (CONTAINERFILES / "install-toolkit").read_text()
     nvidia = "C95B321B61E88C1809C4F759DDCAE044F796ECB0"
     assert script.count(nvidia) == 1
     (root.path / "root/install-toolkit").write_text(script.replace(nvidia, fingerprint))
+    for name in ("bound-packages", "upper-bounds"):
+        shutil.copy(CONTAINERFILES / name, root.path / "root")
     root.run("env", "PATH=/usr/local/bin:/usr/sbin:/usr/bin", "sh", "/root/install-toolkit")
 
 
@@ -74,4 +79,36 @@ def test_the_key_of_packages_is_checked(root: Root) -> None:
     (root.path / "root/key").write_bytes(keys["a"])
     install_toolkit(root, fingerprints[0])
     assert keyring.read_bytes() == keys["a"]
-    assert "nvidia-container-toolkit-base" in (root.path / "root/apt-get").read_text()
+    assert TOOLKIT in (root.path / "root/apt-get").read_text()
+
+
+def test_apt_leaves_out_what_is_bounded(tmp_path: Path) -> None:
+    """The bounds of other suites and of the host's packages do not count."""
+    debs = []
+    for version in ("1.19.0-1", "1.20.3-1", "1.20.10-1"):
+        (tmp_path / version / "DEBIAN").mkdir(parents=True)
+        control = f"Package: {TOOLKIT}\nVersion: {version}\nArchitecture: all\nMaintainer: a\nDescription: b\n"
+        (tmp_path / version / "DEBIAN/control").write_text(control)
+        debs.append(tmp_path / f"{TOOLKIT}_{version}_all.deb")
+        run(["dpkg-deb", "--build", tmp_path / version, debs[-1]])
+    with debian_root("trixie") as root:
+        repository(root.path / "srv/repository", *debs)
+        for source in (root.path / "etc/apt").glob("sources.list*"):
+            shutil.rmtree(source) if source.is_dir() else source.unlink()
+        (root.path / "etc/apt/sources.list").write_text("deb [trusted=yes] file:/srv/repository ./\n")
+        shutil.copy(CONTAINERFILES / "bound-packages", root.path / "srv")
+
+        def installed(*bounds: str) -> str:
+            (root.path / "srv/upper-bounds").write_text("".join(f"{bound}\n" for bound in ("# a comment", *bounds)))
+            root.run(
+                "sh",
+                "-c",
+                "dpkg --purge $0; apt-get update && /srv/bound-packages && apt-get install --yes $0",
+                TOOLKIT,
+            )
+            return root.run("dpkg-query", "--show", "--showformat=${Version}", TOOLKIT)
+
+        assert installed(f"machine {TOOLKIT} 1.20.3~") == "1.19.0-1"
+        assert installed(f"machine {TOOLKIT} 1.20.4~", f"host {TOOLKIT} 1.0") == "1.20.3-1"
+        assert installed(f"machine {TOOLKIT} 1.20.3~ noble") == "1.20.10-1"
+        assert installed(f"machine {TOOLKIT} 1.20.3~ trixie", f"machine {TOOLKIT} 2~") == "1.19.0-1"

@@ -1,0 +1,307 @@
+"""What integration/canary looks up, how it judges the newest releases, and what it does with broken ones."""
+
+import json
+import lzma
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+from integration.bed.canary import (
+    BOUNDS,
+    BOUNDS_HEAD,
+    PARTS,
+    Canary,
+    Part,
+    Row,
+    Verdict,
+    bounded,
+    exit_code,
+    judged,
+    table,
+)
+from integration.bed.process import BedError
+from integration.bed.releases import (
+    NoAnswerError,
+    Registries,
+    Release,
+    newest_debian,
+    newest_go,
+    newest_go_after,
+    newest_python,
+)
+from tests.fakes.web_server import serving
+
+PLUGIN = "/github.com/!n!v!i!d!i!a/k8s-device-plugin/@v"
+WHEEL = "sh_tools-{}-py3-none-any.whl"
+ANSWERS: dict[str, str | bytes] = {
+    "/example.org/part/@v/list": "v1.9.0\nv1.10.0\nv1.10.1-rc.1\nv1.11.0-beta.2\nv1.11.0-beta.10\nv2.0.0+incompatible",
+    "/example.org/part/@v/v1.10.0.info": '{"Version": "v1.10.0", "Time": "2026-11-05T15:06:51Z"}',
+    "/example.org/part/@v/v1.9.0.info": '{"Version": "v1.9.0", "Time": "2026-10-05T15:06:51Z"}',
+    "/example.org/part/@v/v1.11.0-beta.10.info": '{"Time": "2026-11-06T00:00:00Z"}',
+    # No list; 0.19.2 and 0.20.0 are missing.
+    **{f"{PLUGIN}/v0.{each}.info": '{"Time": "2026-03-17T06:49:47Z"}' for each in ("19.0", "19.1", "19.3", "20.1")},
+    "/simple/sh-tools/": json.dumps(
+        {
+            "files": [
+                *({"filename": WHEEL.format(each), "upload-time": "2026-11-20T00:00:00Z"} for each in ("2.9", "2.10")),
+                {"filename": "sh-tools-2.8.tar.gz"},
+                {"filename": WHEEL.format("2.11"), "yanked": "it is broken"},
+                {"filename": WHEEL.format("3.0rc1")},
+            ]
+        }
+    ),
+    "/debian/dists/stable/main/binary-amd64/Packages.xz": lzma.compress(
+        b"Package: libcuda1\nVersion: 550.9-1\n\nPackage: nvidia-580\nVersion: 5.2\n\nPackage: nvidia-99\nVersion: 99\n"
+    ),
+    "/debian/dists/stable-updates/main/binary-amd64/Packages.xz": lzma.compress(
+        b"Package: libcuda1\nVersion: 550.10-1~deb13u1\n\nPackage: libcuda1-i386\nVersion: 600-1\n"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def registries() -> Iterator[Registries]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = ANSWERS.get(self.path)
+            self.send_response(404 if found is None else 200)
+            self.end_headers()
+            self.wfile.write(found.encode() if isinstance(found, str) else found or b"")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with serving(Handler) as port:
+        address = f"http://127.0.0.1:{port}"
+        yield Registries(address, f"{address}/simple", address, address)
+
+
+def test_the_newest_release_is_found(registries: Registries) -> None:
+    assert newest_go(registries, "example.org/part") == ("1.10.0", "2026-11-05", "")
+    assert newest_go(registries, "example.org/part", "1.9.") == ("1.9.0", "2026-10-05", "")
+    assert newest_go(registries, "example.org/part", pre=True).version == "1.11.0-beta.10"
+    plugin = newest_go_after(registries, "github.com/NVIDIA/k8s-device-plugin", "0.19.0")
+    assert plugin == ("0.20.1", "2026-03-17", "")
+    assert newest_python(registries, "sh-tools") == ("2.10", "2026-11-20", "")
+    suites = [f"{registries.debian}/debian/dists/{each}" for each in ("stable", "stable-updates")]
+    assert newest_debian(suites, "main", "libcuda1") == ("550.10-1~deb13u1", "", "libcuda1")
+    assert newest_debian(suites[:1], "main", r"nvidia-\d+") == ("5.2", "", "nvidia-580")
+
+
+@pytest.mark.parametrize(
+    ("look", "said"),
+    [
+        (lambda each: newest_go(each, "example.org/none"), r"/example.org/none/@v/list: .*404"),
+        (lambda each: newest_go(each, "example.org/part", "3."), r"/example.org/part/@v/list has no release 3\.$"),
+        (lambda each: newest_go_after(each, "example.org/none", "1.0.0"), r"none/@v has neither v1\.0\.0 nor a later"),
+        (lambda each: newest_python(each, "none"), r"/simple/none/: .*404"),
+        (lambda each: newest_debian([f"{each.debian}/debian/dists/sid"], "main", "x"), r"/sid/main/.*404"),
+        (lambda each: newest_debian([f"{each.debian}/debian/dists/stable"], "main", "x"), r"no package x in .*/stable"),
+        (lambda _: newest_go(Registries("http://127.0.0.1:1"), "x"), r"http://127\.0\.0\.1:1/x/@v/list: .*refused"),
+    ],
+)
+def test_a_registry_without_an_answer_is_named(
+    registries: Registries, look: Callable[[Registries], Release], said: str
+) -> None:
+    with pytest.raises(NoAnswerError, match=said):
+        look(registries)
+
+
+def no_answer(_: Registries) -> Release:
+    raise NoAnswerError("http://registry.invalid: refused")
+
+
+class Bench:
+    """Parts with tests of their own, which note that they ran, in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.noted = directory, directory / "noted"
+        self.parts = list[Part]()
+
+    def add(
+        self, name: str, body: str, date: str = "", *, half: str = "", version: str = "1.0", **more: object
+    ) -> Part:
+        test = self.directory / f"test_{name}.py"
+        note = f"    open({str(self.noted)!r}, 'a').write('{name} ')\n"
+        test.write_text(f"import os, subprocess\ndef test_it():\n{note}    {body}\n")
+
+        def prepare(version: str) -> Mapping[str, str]:
+            return {"CHOSEN": version}
+
+        look = more.get("look", lambda _: Release(version, date, "package"))
+        part = Part(name, look, more.get("prepare", prepare), (str(test),), "why", half, "package")  # type: ignore[arg-type]
+        self.parts = [each for each in self.parts if each.name != name] + [part]
+        return part
+
+    def run(self, budget: float = 120) -> dict[str, Row]:
+        self.noted.write_text("")
+        rows = Canary(self.parts, Registries(), self.directory / "canary", budget).rows()
+        return {row.part.name: row for row in rows}
+
+    def order(self) -> list[str]:
+        return self.noted.read_text().split()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+@pytest.mark.processes
+def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench) -> None:
+    """New releases come first, of these what reaches users unasked, of these the newest."""
+    bench.add("old", "assert os.environ['CHOSEN'] == '1.0'", "2026-01-01")
+    bench.add("new", "assert False, 'it is gone'", "2026-03-01")
+    bench.add("unasked", "pass", half="machine")
+    bench.add("unlooked", "pass", look=no_answer)
+
+    def refuse(_: str) -> Mapping[str, str]:
+        raise BedError("go build\nexit code 1:\nundefined: x")
+
+    bench.add("unbuilt", "pass", prepare=refuse)
+    found = bench.run()
+    assert bench.order() == ["unasked", "new", "old"]
+    assert {name: str(row.verdict) for name, row in found.items()} == {
+        **{"old": "works", "new": "broken", "unasked": "works"},
+        **{"unlooked": "could not look", "unbuilt": "could not try"},
+    }
+    assert found["old"].message == "1 tests passed"
+    assert found["new"].message.startswith("test_it: AssertionError: it is gone; ")
+    assert "it is gone" in Path(found["new"].message.rpartition("; ")[2]).read_text()
+    assert found["unlooked"].message == "http://registry.invalid: refused"
+    assert found["unbuilt"].message == "undefined: x"
+    assert {each.name for each in (bench.directory / "canary").glob("*.xml")} == {"old.xml", "unasked.xml"}
+
+    bench.add("old", "pass", "2026-01-01", version="1.1")
+    again = bench.run()
+    assert bench.order() == ["old", "new"]
+    assert (again["unasked"].message, again["unasked"].last_tested) == (found["unasked"].message, "1.0")
+    assert (again["old"].release.version, again["old"].last_tested) == ("1.1", "1.0")
+
+
+@pytest.mark.parametrize(
+    ("cases", "verdict", "said"),
+    [
+        (["", "<skipped/>"], "works", "1 tests passed"),
+        (["<skipped/>"], "could not try", "no test ran; "),
+        ([], "could not try", "no test ran; "),
+        (["<error message='no room'/>", ""], "could not try", "test_0: no room; "),
+        (["<error message='no room'/>", "<failure message='E&#10;more'/>"], "broken", "test_1: E; "),
+        (None, "could not try", "pytest could not run; "),
+    ],
+)
+def test_only_a_test_that_fails_breaks_a_release(
+    tmp_path: Path, cases: list[str] | None, verdict: str, said: str
+) -> None:
+    """Not one whose set-up failed; and what was skipped shows nothing."""
+    found = "".join(f"<testcase name='test_{number}'>{case}</testcase>" for number, case in enumerate(cases or ()))
+    if cases is not None:
+        (tmp_path / "xml").write_text(f"<testsuites><testsuite>{found}</testsuite></testsuites>")
+    log = "" if verdict == "works" else str(tmp_path / "log")
+    assert judged(tmp_path / "xml", tmp_path / "log") == (verdict, f"{said}{log}")
+
+
+@pytest.mark.processes
+def test_what_is_out_of_time_ends_and_the_rest_is_not_tried(bench: Bench) -> None:
+    child = bench.directory / "child"
+    hang = f"child = subprocess.Popen(['sleep', '90']); open({str(child)!r}, 'w').write(str(child.pid)); child.wait()"
+    bench.add("hangs", hang)
+
+    def end() -> None:
+        """Let the time be over as soon as the test hangs."""
+        while not (child.exists() and child.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    clock = threading.Thread(target=end)
+    clock.start()
+    found = bench.run(budget=80)
+    clock.join()
+    assert (found["hangs"].verdict, found["hangs"].message) == (Verdict.NO_TIME, "stopped after 80 s")
+    # Without a parent that asks for its result, it may stay as a zombie.
+    left = Path(f"/proc/{child.read_text()}/stat")
+    ended = time.monotonic() + 30
+    while left.exists() and ") Z " not in left.read_text():
+        assert time.monotonic() < ended
+        time.sleep(0.05)
+
+    rows = bench.run(budget=0)
+    assert (rows["hangs"].verdict, bench.order()) == (Verdict.NO_TIME, [])
+
+
+def row(
+    verdict: Verdict, half: str = "machine", version: str = "1.2", suite: str = "", package: str = "toolkit"
+) -> Row:
+    part = Part("part", no_answer, lambda _: {}, (), "why", half, r"toolkit|driver-\d+", suite)
+    return Row(part, Release(version, "2026-11-05", package), "1.1", verdict, "test_it: no")
+
+
+WORKS, BROKEN, NO_TIME = Verdict.WORKS, Verdict.BROKEN, Verdict.NO_TIME
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        ([row(WORKS)], 0),
+        ([row(WORKS), row(BROKEN, half="")], 0),
+        ([row(BROKEN), row(Verdict.COULD_NOT_LOOK)], 1),
+        ([row(BROKEN, half=""), row(Verdict.COULD_NOT_LOOK)], 3),
+        ([row(Verdict.COULD_NOT_TRY)], 3),
+        ([row(NO_TIME)], 3),
+    ],
+)
+def test_the_exit_code_says_whether_users_get_something_broken(rows: list[Row], code: int) -> None:
+    assert exit_code(rows) == code
+
+
+@pytest.mark.parametrize(
+    ("before", "rows", "after"),
+    [
+        ("", [row(BROKEN)], "machine toolkit 1.2~\n"),
+        ("", [row(BROKEN, suite="noble")], "machine toolkit 1.2~ noble\n"),
+        ("", [row(BROKEN, half="")], ""),
+        # The first broken release stays the bound while later ones are broken, too, or are not known.
+        ("machine toolkit 1.1~\n", [row(BROKEN)], "machine toolkit 1.1~\n"),
+        ("machine toolkit 1.1~\n", [row(NO_TIME)], "machine toolkit 1.1~\n"),
+        ("machine toolkit 1.1~\n", [row(WORKS)], ""),
+        ("host driver-590 5~\n", [row(WORKS, half="host", package="driver-595")], ""),
+        # Another suite's, another half's and other packages' bounds stay.
+        ("machine toolkit 1.1~ trixie\n", [row(WORKS), row(WORKS, suite="noble")], "machine toolkit 1.1~ trixie\n"),
+        ("host toolkit 2~\nmachine other 1~\n", [row(WORKS)], "host toolkit 2~\nmachine other 1~\n"),
+    ],
+)
+def test_bounds_are_written_and_lifted(before: str, rows: list[Row], after: str) -> None:
+    assert bounded(BOUNDS_HEAD + before, rows) == BOUNDS_HEAD + after
+
+
+def test_the_table_and_the_document_have_every_part() -> None:
+    rows = [row(BROKEN), row(WORKS, half="", version="10.0")]
+    head, *lines = table(rows).splitlines()
+    assert head.split() == ["part", "newest", "last", "tested", "unasked", "verdict", "message"]
+    assert [line.split() for line in lines] == [
+        ["part", "1.2", "1.1", "yes", "broken", "test_it:", "no"],
+        ["part", "10.0", "1.1", "no", "works", "test_it:", "no"],
+    ]
+    assert rows[0].document() == {
+        **{"part": "part", "newest": "1.2", "released": "2026-11-05", "last_tested": "1.1", "verdict": "broken"},
+        **{"message": "test_it: no", "reaches_users_unasked": True, "why": "why"},
+    }
+
+
+def test_the_parts_tests_exist_and_the_bounds_are_of_parts() -> None:
+    repository = BOUNDS.parents[1]
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    for part in PARTS:
+        files = [each for each in part.tests if each.startswith(("tests", "integration"))]
+        assert files
+        assert all((repository / each).exists() for each in files), part.name
+        assert bool(part.half) == bool(part.package) != part.why.startswith("no:"), part.name
+    text = BOUNDS.read_text()
+    assert text.startswith(BOUNDS_HEAD)
+    assert text == bounded(text, [])
