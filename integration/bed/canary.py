@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from integration.bed import debian, ubuntu
-from integration.bed.cache import REPOSITORY, cache_root, cached, step
+from integration.bed.cache import REPOSITORY, cache_root, cached, locked, step
 from integration.bed.cluster.kubernetes import kubernetes
 from integration.bed.drivers.host_roots import host_root
 from integration.bed.machine.containerds import debian_root, runc, upstream_root
@@ -534,7 +534,8 @@ def main() -> int:
         parser.error(f"no part has such a name; there are: {', '.join(part.name for part in PARTS)}")
     # A new release may need a newer Go.
     os.environ.setdefault("BED_GOTOOLCHAIN", "auto")
-    rows = Canary(parts, Registries(), cache_root() / "canary").rows()
+    with locked("canary"):
+        rows = Canary(parts, Registries(), cache_root() / "canary").rows()
     print(json.dumps({"parts": [row.document() for row in rows]}, indent=1) if options.json else table(rows))
     if options.bound:
         BOUNDS.write_text(bounded(BOUNDS.read_text(), rows))
