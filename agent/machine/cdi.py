@@ -120,7 +120,7 @@ def _publish_gpus(context: Context, vendor: MachineVendor, request: Request, *, 
         lambda directory, live: vendor.generate(context.system, request, directory, live),
         lambda document, live, present: vendor.verify(document, request, live, present),
     )
-    foreign = foreign_specs.find_foreign(context, vendor, own)
+    foreign = foreign_specs.find_foreign(context, own)
     condition, devices, remarks, left_out = _publish(context, vendor, spec, foreign)
     said = "; ".join(filter(None, (condition.message, left_out, *remarks)))
     others = {*foreign.same_directory, *foreign.preferred}
@@ -157,7 +157,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
                 context.owned.remove(mode_spec_file(vendor.name, name))
                 without_devices += [name] if spec else []
                 continue
-            foreign = foreign_specs.with_same_kind(foreign_specs.foreign_specs(context, vendor), spec.own)
+            foreign = foreign_specs.with_same_kind(foreign_specs.foreign_specs(context), spec.own)
             published = _publish(context, vendor, spec, foreign)
             condition = foreign_specs.with_foreign(published.condition, published.devices, foreign, spec.own)
             remarks |= dict.fromkeys(published.remarks)

@@ -8,6 +8,7 @@ it. This module does not read such files, but reports them.
 
 A pod that may write in one of the directories can put anything there, in any number. So what one run reads and checks
 is limited in number, bytes and time, and what was found out about a file is noted, also that it could not be read.
+The agent reads the names itself: `nvidia-ctk cdi list` takes gigabytes for a file of one MiB.
 """
 
 import errno
@@ -18,13 +19,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from agent.machine.containerd import EFFECTIVE_NOTE
-from agent.machine.notes import Context, next_attempt
+from agent.machine.notes import Context
+from agent.machine.vendors import VENDORS
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false
-from agent.model.errors import AgentError, CommandError
-from agent.model.paths import CDI_DIRECTORIES, MACHINE_STATE
+from agent.model.errors import DocumentError
+from agent.model.paths import CDI_DIRECTORIES
 from agent.model.text import first_of, first_quoted, printable, quoted, sha256
 from agent.system.files import System
-from agent.vendors.machine_vendor import MachineVendor
+from agent.vendors.cdi import device_names
 
 SUFFIXES = (".json", ".yaml")
 ENABLED = "/etc/systemd/system/multi-user.target.wants"
@@ -42,14 +44,12 @@ SIZE_OF_ALL = 4 << 20
 """Bytes of all files that one run reads, and of the names of their devices."""
 TIME_LIMIT = 10.0
 """Seconds in which one run checks new files. The next run checks the others."""
-SHORTEST = 0.5
-"""Seconds of TIME_LIMIT that must be left to check one more file."""
 DEVICES = 1024
 """How many devices a file may have. One for 16 GPUs with 7 MIG instances each has 256, each with two names."""
 LONGEST_NAME = 256
 """Characters of the longest qualified name that is kept. None of the agent's devices has a longer one."""
-TEXT_SHOWN = 200
-"""How much of a tool's message is shown. It may quote the file."""
+NOTE = "foreign-specs"
+"""Name of the note with what is known of the files."""
 
 
 class OwnSpec(NamedTuple):
@@ -90,12 +90,12 @@ class Foreign(NamedTuple):
     """Sentences on files that may make runtimes hang, so that the runtimes read no specification at all."""
 
 
-def find_foreign(context: Context, vendor: MachineVendor, own: OwnSpec) -> Foreign:
-    """Return what other programs' specifications offer of the kind of the vendor's GPUs.
+def find_foreign(context: Context, own: OwnSpec) -> Foreign:
+    """Return what other programs' specifications offer of the kind of a vendor's GPUs.
 
     The remarks name invalid files, and enabled units that may write a rival specification.
     """
-    system, specs = context.system, foreign_specs(context, vendor)
+    system, specs = context.system, foreign_specs(context)
     faulty = sorted((spec for spec in specs if spec.fault and not spec.blocking), key=lambda spec: spec.checked)
     broken = [f"{quoted(spec.path)} {spec.fault}" for spec in faulty]
     remarks = [first_of(broken, SHOWN, "; ")] if broken else []
@@ -122,21 +122,15 @@ def with_same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
     return Foreign(same, preferred)
 
 
-def foreign_specs(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
-    """Return all specifications that the agent did not write, as they were when a step first asked for them.
-
-    Runs the vendor's tool for each new or changed file.
-    """
-    name = f"foreign-specs-{vendor.name}"
-    if name not in context.once:
-        reader, specs = _Reader(context, vendor, context.notes.load(name)), list[ForeignSpec]()
-        try:
-            for directory, outranked in _directories(context).items():
-                specs += [spec._replace(outranked=outranked) for spec in reader.read_directory(directory)]
-        finally:
-            context.notes.save(name, reader.notes)
-        context.once[name] = tuple(specs)
-    found: tuple[ForeignSpec, ...] = context.once[name]
+def foreign_specs(context: Context) -> tuple[ForeignSpec, ...]:
+    """Return all specifications that the agent did not write, as they were when a step first asked for them."""
+    if NOTE not in context.once:
+        reader, specs = _Reader(context, context.notes.load(NOTE)), list[ForeignSpec]()
+        for directory, outranked in _directories(context).items():
+            specs += [spec._replace(outranked=outranked) for spec in reader.read_directory(directory)]
+        context.notes.save(NOTE, reader.notes)
+        context.once[NOTE] = tuple(specs)
+    found: tuple[ForeignSpec, ...] = context.once[NOTE]
     return found
 
 
@@ -229,11 +223,11 @@ def _advice(own: OwnSpec) -> str:
 class _Reader:
     """Reads and checks the files, within the limits of one run."""
 
-    def __init__(self, context: Context, vendor: MachineVendor, noted: Mapping[str, dict[str, Any]]) -> None:
-        self._system, self._owned, self._vendor, self._noted = context.system, context.owned, vendor, noted
+    def __init__(self, context: Context, noted: Mapping[str, dict[str, Any]]) -> None:
+        self._system, self._owned, self._noted = context.system, context.owned, noted
         self._bytes, self._deadline = SIZE_OF_ALL, time.monotonic() + TIME_LIMIT
         self.notes: dict[str, dict[str, Any]] = {}
-        """What this run knows, by path: a digest with the devices' names, or with a failure and when to try again."""
+        """What this run knows, by path: a digest, the devices' names, and a fault."""
 
     def read_directory(self, directory: str) -> list[ForeignSpec]:
         """Return the specifications in a directory, if there is one."""
@@ -241,8 +235,9 @@ class _Reader:
             return []
         names = self._system.some_entries(directory, NAMES_READ)
         paths = [f"{directory}/{name}" for name in names if name.endswith(SUFFIXES)]
-        # The file that the toolkit itself may write comes first: others cannot keep it from being read.
-        paths = sorted(paths, key=lambda path: path != self._vendor.rival_spec)
+        # Files that vendors' own tools may write come first: others cannot keep them from being read.
+        rivals = [vendor.rival_spec for vendor in VENDORS.values()]
+        paths = sorted(paths, key=lambda path: path not in rivals)
         paths = [path for path in paths if not self._owned.has(path)]
         specs = [self._read(path) for path in paths[:FILES] if _file_type(self._system, path) != stat.S_IFDIR]
         if len(paths) > FILES or len(names) == NAMES_READ:
@@ -263,49 +258,31 @@ class _Reader:
                 fault = f"is NotChecked: {why}; remove it if nothing needs it"
             return ForeignSpec(path, fault=fault, checked=False)
         self._bytes -= len(content)
-        noted, digest, now = self._noted.get(path, {}), sha256(content), time.monotonic()
+        noted, digest = self._noted.get(path, {}), sha256(content)
         if noted.get("digest") != digest:
-            noted = {"digest": digest}
-        self.notes[path] = noted
-        if "devices" not in noted:
-            if now < noted.get("until", 0.0):
-                return ForeignSpec(path, fault=noted["fault"], checked=False)
-            if self._deadline - now < SHORTEST:
+            if time.monotonic() > self._deadline:
                 why = f"is NotChecked yet: a run takes {TIME_LIMIT:.0f} s at most to check new files"
                 return ForeignSpec(path, fault=why, checked=False)
-            try:
-                noted = {"digest": digest, "devices": self._list(path, content, self._deadline - now)}
-            except (AgentError, OSError) as error:
-                fault = f"cannot be read: {_in_words(error)}"
-                since, until = next_attempt(noted.get("since"), time.monotonic())
-                self.notes[path] = {"digest": digest, "fault": fault, "since": since, "until": until}
-                return ForeignSpec(path, fault=fault, checked=False)
-            self.notes[path] = noted
+            listed, fault = _names(content)
+            noted = {"digest": digest, "devices": listed, "fault": fault}
+        self.notes[path] = noted
+        if noted["fault"]:
+            return ForeignSpec(path, fault=noted["fault"], checked=False)
         devices = tuple(noted["devices"])
         self._bytes -= sum(map(len, devices))
         # A specification without devices is invalid.
         return ForeignSpec(path, devices, "" if devices else "is not a valid CDI specification, so runtimes skip it")
 
-    def _list(self, path: str, content: bytes, timeout: float) -> list[str]:
-        # The file is copied into a separate directory, so that the listed devices are only those of this file.
-        directory = f"{MACHINE_STATE}/cdi-foreign"
-        # Not splitext: as in Go's filepath.Ext, a name such as `.json` is only a suffix.
-        suffix = next(each for each in SUFFIXES if path.endswith(each))
-        for each in SUFFIXES:
-            self._system.remove_tree(f"{directory}/spec{each}")
-        self._system.write(f"{directory}/spec{suffix}", content)
-        listed = self._vendor.list_devices(self._system, directory, timeout)
-        if len(listed) > DEVICES or sum(map(len, listed)) > self._bytes:
-            raise OSError(errno.EFBIG, f"NotChecked, it has more than {DEVICES} devices, or their names are too long")
-        return [name for name in listed if len(name) <= LONGEST_NAME] or [quoted(name) for name in listed[:1]]
 
-
-def _in_words(error: AgentError | OSError) -> str:
-    """Return an error in words. What a tool printed may quote the file, into which a pod may have put anything."""
-    if isinstance(error, CommandError):
-        printed = f", and printed {quoted(' '.join(error.stderr.split()), TEXT_SHOWN)}" if error.stderr.strip() else ""
-        return f"{' '.join(error.argv[:3])}: {error.ended}{printed}"
-    return (error.strerror or "") if isinstance(error, OSError) else str(error)
+def _names(content: bytes) -> tuple[list[str], str]:
+    """Return the qualified names of a specification's devices, and why they cannot be told, if so."""
+    try:
+        listed = device_names(content.decode(errors="surrogateescape"))
+    except DocumentError as error:
+        return [], f"cannot be read: {error}"
+    if len(listed) > DEVICES or sum(map(len, listed)) > SIZE_LIMIT:
+        return [], f"is NotChecked: it has more than {DEVICES} devices, or their names are too long"
+    return [name for name in listed if len(name) <= LONGEST_NAME] or [quoted(name) for name in listed[:1]], ""
 
 
 def _content(system: System, path: str, limit: int) -> bytes:

@@ -162,21 +162,21 @@ def _read_plugin(system: System, vendor: MachineVendor, ages: Ages) -> Plugin:
 def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
     """Return the ids of the registered devices, by resource. Raises DocumentError.
 
-    All versions of Kubernetes write this part of the file in the same way, except that `Data` is missing before 1.10.
-    The checksum is not verified, because it depends on how Go prints the structure.
+    All versions of Kubernetes since 1.10 write this part of the file in the same way. The checksum is not verified,
+    because it depends on how Go prints the structure.
     """
     hint = "see the kubelet's log; the kubelet writes the file again when a device plugin registers"
     try:
         document = parse_json(data)
     except ValueError as error:
         raise DocumentError(f"{CHECKPOINT}: not JSON: {error}", hint) from error
-    if not isinstance(document, dict):
-        raise DocumentError(f"{CHECKPOINT}: not a JSON object", hint)
-    content, where = document.get("Data", document), "Data"
-    if isinstance(content, dict):
-        content, where = content.get("RegisteredDevices"), "Data.RegisteredDevices"
+    content, where = document, ""
+    for key in ("Data", "RegisteredDevices"):
+        if not isinstance(content, dict):
+            break
+        content, where = content.get(key), f"{where}.{key}".lstrip(".")
     if not isinstance(content, dict):
-        raise DocumentError(f"{CHECKPOINT}: key {where} is not an object", hint)
+        raise DocumentError(f"{CHECKPOINT}: {f'key {where}' if where else 'it'} is not an object", hint)
     registered = {}
     for resource, listed in content.items():
         # Go writes a slice without elements as null or as [].
@@ -284,12 +284,8 @@ def _with_plugin_spec(system: System, vendor: MachineVendor, request: Request, a
         problems = (f"it is not JSON: {error}",)
     if not problems:
         return advertised._replace(message=f"{advertised.message}; the plugin's own {vendor.plugin_spec} is in order")
-    message = (
-        f"the device plugin's own CDI specification {vendor.plugin_spec} is out of date: "
-        f"{first_of(problems, PROBLEMS_SHOWN, '; ')}; restart its pod, which writes the file again; or remove the file "
-        "if the plugin no longer uses a CDI strategy"
-    )
-    return false(KIND, Reason.PLUGIN_SPEC_OUTDATED, message)
+    why = f"the device plugin's own {vendor.plugin_spec} is out of date: {first_of(problems, PROBLEMS_SHOWN, '; ')}"
+    return false(KIND, Reason.PLUGIN_SPEC_OUTDATED, f"{why}; restart its pod, which writes the file again")
 
 
 # If `restart_device_plugin` is set, the plugin's container is stopped through the CRI, and the kubelet starts it again,

@@ -155,12 +155,8 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
         return false(KIND, Reason.NOT_IN_LOADER_CACHE, message)
     if shadowed:
         taken = ", ".join(f"{other} instead of {path}" for path, other in sorted(shadowed.items()))
-        message = (
-            f"programs in this machine load {taken} (see `ldconfig -p`). What they load may be a stub or another "
-            f"driver's library: remove it, or the line with its directory in a file of {LOADER_CONFIGURATION}, then "
-            "run ldconfig"
-        )
-        return false(KIND, Reason.SHADOWED, message)
+        advice = f"remove that, or the line with its directory in {LOADER_CONFIGURATION}, then run ldconfig"
+        return false(KIND, Reason.SHADOWED, f"programs in this machine load {taken}: {advice}")
     return true(KIND, Reason.LINKED, f"{len(wanted)} links into {root}" if root else "no links are needed")
 
 

@@ -134,9 +134,8 @@ class Owned:
         if self._fault:
             raise AgentError(
                 f"cannot tell which files in this machine the agent wrote: {self._fault}",
-                "if both copies of the record stay unreadable, remove them; at the next run, CDISpecCurrent and "
-                "RuntimeConfigured name files (the specification in /etc/cdi, containerd's drop-in): remove those too, "
-                "and the run after that writes them again",
+                "if both copies of the record stay unreadable, remove them, and then the files that CDISpecCurrent and "
+                "RuntimeConfigured name at the next run",
             )
         return frozenset(self._recorded)
 

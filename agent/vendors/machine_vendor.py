@@ -1,7 +1,7 @@
 """The interface of a vendor to the machine half.
 
-All methods are pure, except `generate`, `generate_mode`, `query_fabric`, `list_devices`, and `plugin_spec_problems`,
-which calls the given `exists`.
+All methods are pure, except `generate`, `generate_mode`, `query_fabric`, and `plugin_spec_problems`, which
+calls the given `exists`.
 A vendor's `machine.py` imports no third-party package. A method that needs such a package imports it when called.
 """
 
@@ -209,13 +209,6 @@ class MachineVendor(ABC):
     ) -> tuple[str, ...]:
         """Return why pods would not get GPUs through the device plugin's `spec`; `own` is the agent's. Pure."""
         return ()
-
-    @abstractmethod
-    def list_devices(self, system: System, directory: str, timeout: float) -> tuple[str, ...]:
-        """Return the qualified names of the devices in all valid specifications in a directory, within `timeout`.
-
-        Raises AgentError or OSError.
-        """
 
     @abstractmethod
     def gpu_of(self, name: str, request: Request) -> str:

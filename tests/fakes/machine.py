@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from agent.machine.run import HANDOFF, REPORT, run
 from agent.model.conditions import Remark
@@ -292,25 +291,12 @@ def umount(machine: Machine, argv: tuple[str, ...]) -> Completed:
 
 
 def nvidia_ctk(machine: Machine, argv: tuple[str, ...], spec: object, version: str = "1.19.1") -> Completed:
-    """Act as nvidia-ctk: write a given specification, or list the devices of a directory's specifications."""
+    """Act as nvidia-ctk: write a given specification."""
     if argv[1:] == ("--version",):
         return Completed(0, f"NVIDIA Container Toolkit CLI version {version}\ncommit: 0\n".encode(), b"")
-    if argv[1:3] == ("cdi", "list"):
-        directory = argv[3].removeprefix("--spec-dir=")
-        names = [each for name in machine.entries(directory) for each in _device_names(machine, f"{directory}/{name}")]
-        return Completed(0, "".join(f"{each}\n" for each in names).encode(), b"")
     output = next(each.partition("=")[2] for each in argv if each.startswith("--output="))
     machine.put(output, spec if isinstance(spec, bytes) else json.dumps(spec))
     return Completed(0, b"", b"")
-
-
-def _device_names(machine: Machine, path: str) -> list[str]:
-    try:
-        spec = yaml.safe_load(machine.read(path))
-        return [f"{spec['kind']}={device['name']}" for device in spec["devices"]]
-    except (yaml.YAMLError, KeyError, TypeError):
-        # An invalid specification: the real tool warns.
-        return []
 
 
 def ldconfig(machine: Machine, argv: tuple[str, ...]) -> Completed:

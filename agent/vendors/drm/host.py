@@ -46,8 +46,6 @@ class Description(Struct, frozen=True):
     vendor_id: int
     drivers: tuple[str, ...]
     """Names of the kernel drivers on the PCI bus, which are also the names of their modules."""
-    firmware: str
-    """Distributions' packages with the GPUs' firmware, in words."""
     further_classes: tuple[int, ...] = ()
     """PCI classes (base class and subclass) of GPUs that are not display controllers."""
     shared: tuple[SharedNode, ...] = ()
@@ -193,9 +191,8 @@ def _driver_loaded(vendor: Description, facts: VendorFacts, grant: Grant) -> Con
 
 def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
     return (
-        f"run `modprobe {vendor.drivers[0]}`; if that changes nothing, see `dmesg` for {', '.join(gpus)}: the firmware "
-        f"may be missing ({vendor.firmware}), the kernel may be too old, or its command line may have `nomodeset`; to "
-        "keep a GPU from machines, name the others in machines.NAME.gpus"
+        f"run `modprobe {vendor.drivers[0]}`; if that changes nothing, see `dmesg` for {', '.join(gpus)}, such as for "
+        "missing firmware"
     )
 
 
@@ -269,7 +266,6 @@ AMD = drm_host(
         vendor_id=0x1002,
         # The driver radeon, for GPUs before 2012, is left out, because AMD's tools do not support it.
         drivers=("amdgpu",),
-        firmware="Debian: firmware-amd-graphics; Ubuntu: linux-firmware",
         further_classes=(PROCESSING_ACCELERATOR,),
         shared=(SharedNode("/dev/kfd", DeviceKind.KFD, "kfd", "ROCm cannot compute"),),
         partition_mode="current_compute_partition",
@@ -282,6 +278,5 @@ INTEL = drm_host(
         title="Intel",
         vendor_id=0x8086,
         drivers=("i915", "xe"),
-        firmware="Debian: firmware-misc-nonfree, from 13 on firmware-intel-graphics; Ubuntu: linux-firmware",
     )
 )

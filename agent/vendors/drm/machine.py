@@ -12,8 +12,8 @@ from agent.model.device import PCI_ADDRESS, DeviceKind, DeviceNumber, dri_link
 from agent.model.errors import DocumentError
 from agent.model.handoff import GrantedDevice, Request
 from agent.system.files import System
-from agent.vendors.cdi import device_names, lowest_version, object_of, objects, without_groups
 from agent.vendors.cdi import devices as devices_of
+from agent.vendors.cdi import lowest_version, object_of, objects, without_groups
 from agent.vendors.machine_vendor import Generated, MachineVendor, Verdict
 
 # The format is that of specs-go/config.go of the Container Device Interface. Three things are as in Intel's
@@ -169,11 +169,6 @@ class DrmMachine(MachineVendor):
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> Verdict:
         return verify(self.spec_kind, self.other_names(request), spec, request, live, present)
-
-    def list_devices(self, system: System, directory: str, timeout: float) -> tuple[str, ...]:
-        return tuple(
-            name for each in system.entries(directory) for name in device_names(system.read_text(f"{directory}/{each}"))
-        )
 
     def allocatable(self, spec: object, request: Request, names: Set[str]) -> tuple[AllocatableDevice, ...]:
         listed = names & {name for name, _ in devices_of(object_of(spec, "the specification"))}

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from agent.model.contract import AllocatableDevice
-from agent.model.errors import AgentError, ExitCodeError
+from agent.model.errors import AgentError
 from agent.model.text import whole_number
 from agent.system.files import System
 from agent.vendors.dra_vendor import FACTS_LIMIT, Attribute, DeviceFacts, DraVendor, semantic_version
@@ -13,7 +13,7 @@ from agent.vendors.nvidia.contract import HARMLESS_RESOURCES, RESOURCE_PREFIX, g
 from agent.vendors.nvidia.nvidia_ctk import NVIDIA_SMI, list_profiles, query
 
 FIELDS = ("uuid", "name", "memory.total", "driver_version", "compute_cap")
-"""The fields to query. Drivers before 510 do not know the last field."""
+"""The fields to query, which drivers since 510 know."""
 MIB = 1 << 20
 CUDA = re.compile(r"^CUDA (?:UMD )?[Vv]ersion\s*: ([0-9.]+)$", re.MULTILINE)
 """The newest CUDA version that the driver supports, in the output of `nvidia-smi --version`. Since driver 610, the
@@ -34,22 +34,14 @@ def read_facts(
         return left
 
     addresses, left = sorted({each.pci_address for each in devices}), remaining()
-    try:
-        rows = query(system, FIELDS, addresses, left, left)
-    except ExitCodeError:
-        left = remaining()
-        rows = query(system, FIELDS[:-1], addresses, left, left)
+    rows = query(system, FIELDS, addresses, left, left)
     # A value in brackets means that the driver does not know it: [N/A], [Unknown Error], [GPU is lost].
     gpus = {
         gpu: {key: value for key, value in zip(FIELDS, values, strict=False) if value and not value.startswith("[")}
         for gpu, values in rows.items()
     }
     profiles = list_profiles(system, remaining()) if any(each.partition for each in devices) else {}
-    try:
-        cuda = CUDA.search(system.run(NVIDIA_SMI, "--version", timeout=remaining()))
-    except ExitCodeError:
-        # Drivers before 520 have no such option.
-        cuda = None
+    cuda = CUDA.search(system.run(NVIDIA_SMI, "--version", timeout=remaining()))
     versions = {"driverVersion": driver_version, "cudaDriverVersion": cuda[1] if cuda else ""}
     return {each: _facts(each, gpus.get(each.pci_address, {}), profiles, versions) for each in devices}
 

@@ -185,7 +185,6 @@ class NvidiaMachine(MachineVendor):
 
     generate = staticmethod(nvidia_ctk.generate)
     verify = staticmethod(verify.verify)
-    list_devices = staticmethod(nvidia_ctk.list_devices)
     edit_runtime_config = staticmethod(edit_runtime_config)
     generate_mode = staticmethod(nvidia_ctk.generate_mode)
     verify_mode = staticmethod(nvidia_ctk.verify_mode)

@@ -7,14 +7,13 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 from agent.model.device import DeviceKind, DeviceNumber, FileIdentity, as_in_sysfs
 from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError
 from agent.model.handoff import FabricAnswer, Request
 from agent.model.json_document import parse_json
-from agent.model.text import dotted, printable
+from agent.model.text import dotted, first_of, printable
 from agent.system.files import System
 from agent.vendors.cdi import items, normalised, object_of, objects, strings, with_nodes
 from agent.vendors.machine_vendor import CdiMode, Generated, looked_up
@@ -110,7 +109,7 @@ def generate(system: System, request: Request, directory: str, live: Mapping[str
     without_socket = [name for name in request.sockets if not contract.MOUNTS.get(name, {}).keys() & present]
     spec, added = with_additions(with_no_gpu(spec), request, present)
     remarks = {
-        f"added what {NVIDIA_CTK} leaves out: {in_words(added)}": added,
+        f"added what {NVIDIA_CTK} leaves out: {first_of(sorted(added), SHOWN)}": added,
         f"no socket of {', '.join(without_socket)} yet: start the daemon on the host": without_socket,
         "nvidia-ctk failed with all GPUs, so it ran again without "
         f"{', '.join(silent)}, which nvidia-smi cannot query": silent,
@@ -222,11 +221,6 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in match.groups())
 
 
-def list_devices(system: System, directory: str, timeout: float) -> tuple[str, ...]:
-    """Return the names of the devices in a directory's valid CDI specifications. Raises CommandError."""
-    return tuple(system.run(NVIDIA_CTK, "cdi", "list", f"--spec-dir={directory}", timeout=timeout).split())
-
-
 def with_no_gpu(document: dict[str, Any]) -> dict[str, Any]:
     """Return the specification with the device NO_GPU, which replaces one of that name."""
     others = [each for each in objects(document, "devices") if each.get("name") != NO_GPU]
@@ -244,8 +238,8 @@ INDIRECT = ("libGLX_nvidia.so.", "libGLX_indirect.so.0")
 """The start of a library's name, and the link by which GLVND finds that library for indirect rendering. nvidia-ctk
 makes the link only in the native directory (symlinks.go)."""
 TRIPLET_32 = "i386-linux-gnu"
-FEW = 3
-"""Up to this many files of one directory are named one by one; more are counted."""
+SHOWN = 5
+"""How many added files a remark names; the others are counted."""
 
 
 def with_additions(
@@ -295,15 +289,6 @@ def with_additions(
     variables = (*(f"{each.name}={each.value}" for each in request.environment), VOID_VARIABLE)
     env += [each for each in variables if each not in env]
     return document | {"containerEdits": common | {"mounts": mounts, "hooks": hooks, "env": env}}, tuple(files)
-
-
-def in_words(added: Iterable[str]) -> str:
-    """Return the added files in words: their paths, or their number for a directory with more than FEW of them."""
-    parts = []
-    for directory, group in groupby(sorted(added, key=lambda path: (posixpath.dirname(path), path)), posixpath.dirname):
-        paths = list(group)
-        parts += [f"{directory}/ ({len(paths)} files)"] if len(paths) > FEW else paths
-    return ", ".join(parts)
 
 
 def _kind(hook: dict[str, Any]) -> object:

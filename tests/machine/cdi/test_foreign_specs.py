@@ -11,11 +11,10 @@ import pytest
 
 from agent.machine.containerd import EFFECTIVE_NOTE
 from agent.machine.containerd_tables import CRI_2, MAIN
-from agent.machine.foreign_specs import SIZE_LIMIT
+from agent.machine.foreign_specs import NOTE, SIZE_LIMIT
 from agent.machine.notes import Notes
 from agent.machine.run import run
-from agent.system.process import Completed
-from tests.fakes.machine import Machine, nvidia_ctk, recorded_spec
+from tests.fakes.machine import Machine, recorded_spec
 
 SPEC = "/etc/cdi/nvidia.yaml"
 REFRESHED = "/var/run/cdi/nvidia.yaml"
@@ -33,8 +32,9 @@ def condition(machine: Machine) -> tuple[str, str, str]:
     return (*machine.conditions()["CDISpecCurrent"], machine.message("CDISpecCurrent"))
 
 
-def listings(machine: Machine) -> int:
-    return sum(call[1:3] == ("cdi", "list") for call in machine.calls)
+def known(machine: Machine) -> int:
+    """Return of how many files the devices are known, so that they need not be checked again."""
+    return len(Notes(machine).load(NOTE))
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before ours", "after ours"])
@@ -166,7 +166,7 @@ def test_further_devices_of_our_kind_harm_nothing(machine: Machine, path: str) -
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("kind: [", "is not a valid CDI specification, so runtimes skip it"),
+        ("kind: [", "cannot be read: neither JSON nor plain YAML, see line 2"),
         ("", "is not a valid CDI specification, so runtimes skip it"),
         ("kind: nvidia.com/gpu\n", "is not a valid CDI specification, so runtimes skip it"),
         # Runtimes may be able to read it, so nothing is claimed about it.
@@ -179,7 +179,6 @@ def test_a_broken_spec_is_named_and_harms_nothing(machine: Machine, text: str, e
     status, reason, message = condition(machine)
     assert (status, reason) == ("True", "Verified")
     assert f"/var/run/cdi/site.yaml {expected}" in message
-    assert listings(machine) == (len(text) < SIZE_LIMIT)
 
 
 @pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
@@ -212,7 +211,6 @@ def test_files_that_runtimes_skip(machine: Machine) -> None:
     for name in ("nvidia.yml", "nvidia.yaml.bak", ".nvidia.json.x"):
         machine.put(f"/var/run/cdi/{name}", spec("0"))
     assert condition(machine)[:2] == ("True", "Verified")
-    assert listings(machine) == 0
 
 
 @pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
@@ -224,7 +222,6 @@ def test_attack_a_link_to_a_secret_is_not_read(machine: Machine, path: str) -> N
     assert (status, reason) == ("True", "Verified")
     assert f"{path} cannot be read: " in message
     assert "hash" not in machine.read("/run/unbounded-agent/report/report.json").decode()
-    assert listings(machine) == 0
     machine.link(path, "/etc/other.yaml")
     machine.put("/etc/other.yaml", spec("7"))
     assert condition(machine)[2].endswith("nvidia.com/gpu=7"), (
@@ -232,36 +229,10 @@ def test_attack_a_link_to_a_secret_is_not_read(machine: Machine, path: str) -> N
     )
 
 
-def test_the_tool_runs_once_per_change_and_again_if_it_failed(machine: Machine) -> None:
-    """The timer runs each minute."""
-    machine.put("/var/run/cdi/site.yaml", spec("site-0"))
-    run(machine)
-    run(machine)
-    assert listings(machine) == 1
-    machine.put("/var/run/cdi/site.yaml", spec("0"))
-    assert condition(machine)[:2] == ("False", "Shadowed")
-    assert listings(machine) == 2
-    machine.put("/var/run/cdi/site.yaml", spec("0"))
-    run(machine)
-    machine.program("nvidia-ctk", "", 1)
-    machine.put("/var/run/cdi/site.yaml", spec("1"))
-    assert "/var/run/cdi/site.yaml cannot be read: /usr/bin/nvidia-ctk cdi list" in condition(machine)[2]
-    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
-    assert condition(machine)[2].startswith(f"pods get nvidia.com/gpu=1 from /var/run/cdi/site.yaml instead of {SPEC},")
-
-
-def test_attack_a_file_that_the_tool_cannot_check_is_not_checked_each_minute(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once, a MiB cost each run 73 seconds. The waits grow as those after other failures do."""
-    run(machine)
-    machine.put("/var/run/cdi/site.yaml", spec("1"))
-    machine.program("nvidia-ctk", "", 1)
-    now, before = time.monotonic(), listings(machine)
-    for minute in range(20):
-        monkeypatch.setattr(time, "monotonic", lambda at=now + 60 * minute: at)
-        assert "/var/run/cdi/site.yaml cannot be read: /usr/bin/nvidia-ctk cdi list: exit" in condition(machine)[2]
-    assert 2 <= listings(machine) - before <= 6
+def test_a_changed_file_is_checked_again(machine: Machine) -> None:
+    for name, expected in (("site-0", ("True", "Verified")), ("0", ("False", "Shadowed"))):
+        machine.put("/var/run/cdi/site.yaml", spec(name))
+        assert condition(machine)[:2] == expected
 
 
 def test_attack_many_files_do_not_keep_a_run_from_its_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,22 +241,24 @@ def test_attack_many_files_do_not_keep_a_run_from_its_end(machine: Machine, monk
     clock = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
 
-    def slow(argv: tuple[str, ...]) -> Completed:
-        clock[0] += 1
-        return nvidia_ctk(machine, argv, recorded_spec())
+    seen = set[str]()
 
-    machine.program("nvidia-ctk", slow)
+    def slow(path: str) -> None:
+        clock[0] += path.startswith("/etc/cdi/") and path not in seen
+        seen.add(path)
+
+    machine.before_read = slow
     for number in range(300):
         machine.put(f"/etc/cdi/{number}.json", json.dumps({"n": number}))
     machine.put(REFRESHED, spec("9"))
     status, reason, message = condition(machine)
     assert (status, reason) == ("True", "Verified"), "pods can use the GPUs"
-    assert listings(machine) == 10
+    assert known(machine) == 10
     assert "/etc/cdi has more than 256 specifications of other programs, and the others are NotChecked" in message
     assert "/etc/cdi/107.json is NotChecked yet: a run takes 10 s at most to check new files" in message
     for _ in range(30):
         condition(machine)
-    assert listings(machine) == 257, "each run checks some more, of 256 in each directory"
+    assert known(machine) == 257, "each run checks some more, of 256 in each directory"
     message = condition(machine)[2]
     assert f"{REFRESHED} has further devices of this kind: nvidia.com/gpu=9" in message
     assert "and 253 more" in message
@@ -303,7 +276,7 @@ def test_attack_what_is_read_is_limited_in_all(machine: Machine, monkeypatch: py
     status, reason, message = condition(machine)
     assert (status, reason) == ("True", "Verified")
     assert "and 20 more" in message, "16 are invalid, and 8 were not read"
-    assert listings(machine) == 16
+    assert known(machine) == 16
 
 
 BOMBS = {
@@ -313,7 +286,7 @@ BOMBS = {
     "many objects": "[" + "{}," * 87_000 + "{}]",
     "aliases": "a: &a [" + "x," * 1000 + "]\n" + "".join(f"b{n}: [" + "*a," * 1000 + "]\n" for n in range(60)),
 }
-READ_AS_AMD = """
+READ = """
 import resource, sys, time
 from agent.model.errors import AgentError
 from agent.vendors.cdi import device_names
@@ -329,9 +302,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.processes
 @pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS)
 def test_attack_no_file_that_is_read_takes_much_memory(text: str) -> None:
-    """The largest file that is read, parsed as for Intel and AMD: it takes no more than 200 times its size."""
+    """The largest file that is read, parsed: it takes no more than 200 times its size."""
     assert len(text) <= SIZE_LIMIT
-    command = [sys.executable, "-c", READ_AS_AMD]
+    command = [sys.executable, "-c", READ]
     finished = subprocess.run(
         command, input=text, capture_output=True, text=True, check=True, timeout=600, cwd=Path(__file__).parents[3]
     )
@@ -343,18 +316,14 @@ def test_attack_a_file_with_too_many_devices_is_not_kept(machine: Machine, count
     machine.put("/var/run/cdi/site.yaml", spec(*(f"d{number}" for number in range(count))))
     status, reason, message = condition(machine)
     assert (status, reason) == ("True", "Verified")
-    assert ("site.yaml cannot be read: NotChecked, it has more than 1024 devices" in message) is (count > 1024)
+    assert ("site.yaml is NotChecked: it has more than 1024 devices" in message) is (count > 1024)
 
 
 def test_attack_text_of_a_pod_is_quoted(machine: Machine) -> None:
-    """The name of a file, of a device, and what the tool prints of the content."""
+    """The name of a file."""
     name = "/var/run/cdi/x.yaml; all is well\u3164.yaml"
     machine.put(name, spec("0"))
     assert "from '/var/run/cdi/x.yaml; all is well\\u3164.yaml' instead of" in condition(machine)[2]
-    machine.drop(name)
-    machine.put("/var/run/cdi/a.yaml", "kind: nvidia.com/gpu\ndevices: [{name: '1; all is well'}]\n")
-    machine.program("nvidia-ctk", "", 1, stderr="; all is well\u0301")
-    assert "exit code 1, and printed '; all is well\\u0301'" in condition(machine)[2]
 
 
 @pytest.mark.parametrize("masked", [False, True])

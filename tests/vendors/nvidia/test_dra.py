@@ -107,16 +107,6 @@ def test_one_failed_gpu_does_not_hide_the_mig_devices_of_others(tmp_path: Path) 
     assert (found.attributes["profile"], found.complete) == ("1g.10gb", True)
 
 
-def test_an_old_program_lacks_a_field_and_an_option(tmp_path: Path) -> None:
-    def run(argv: tuple[str, ...], timeout: float) -> Completed:
-        if argv[1] == "--version" or "compute_cap" in argv[1]:
-            return Completed(2, b'Field "compute_cap" is not a valid field to query.\n', b"")
-        return answers(ROW.replace(", 8.0", ""))(argv, timeout)
-
-    attributes = facts(tmp_path, run, GPU)[GPU].attributes
-    assert (attributes["uuid"], "cudaComputeCapability" in attributes) == (UUID, False)
-
-
 def test_only_an_unknown_field_is_left_out(tmp_path: Path) -> None:
     """255 is an internal error of the driver: the next attempt may find all fields."""
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agent.vendors.nvidia.contract import HOOK
-from agent.vendors.nvidia.nvidia_ctk import in_words, with_additions
+from agent.vendors.nvidia.nvidia_ctk import with_additions
 from agent.vendors.nvidia.verify import verify
 from tests.fakes.cdi_specs import COMPLETE, LIVE, PRESENT, X86_32
 from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, recorded_spec
@@ -104,8 +104,3 @@ def test_a_malformed_hook_argument_is_left_to_verification(argument: object) -> 
     for hook in spec["containerEdits"]["hooks"]:
         hook["args"].append(argument)
     assert any("unexpected hook argument" in each for each in verify(completed(spec), COMPLETE, LIVE, PRESENT).problems)
-
-
-def test_the_description_of_additions() -> None:
-    added = (*(f"a/b/{number}" for number in range(4)), "a/c", "a/d/e")
-    assert in_words(added) == "a/c, a/b/ (4 files), a/d/e"

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from agent.config.settings import MachineSettings
 from agent.machine.cdi import publish_modes
-from agent.machine.notes import OWNED_COPY, Context, Owned
+from agent.machine.foreign_specs import NOTE
+from agent.machine.notes import OWNED_COPY, Context, Notes, Owned
 from agent.machine.run import REPORT, run
 from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError
@@ -273,7 +274,7 @@ def test_a_long_error_does_not_hide_what_became_of_a_spec(machine: Machine) -> N
     assert "xxx; removed /etc/cdi/nvidia-gdrcopy.yaml, which had no granted device left" in message
 
 
-@pytest.mark.parametrize("unreadable", ["state/spec-nvidia-gds.json", "state/foreign-specs-nvidia.json"])
+@pytest.mark.parametrize("unreadable", ["state/spec-nvidia-gds.json", "state/foreign-specs.json"])
 def test_a_fault_elsewhere_does_not_outdate_a_spec(machine: Machine, unreadable: str) -> None:
     run(machine)
     machine.before_read = failing(errno.EIO, unreadable)
@@ -387,7 +388,7 @@ def test_a_spec_that_outranks_a_mode_is_named(machine: Machine, gpus: bool) -> N
 def test_our_own_files_are_not_read_as_foreign_ones(machine: Machine) -> None:
     run(machine)
     run(machine)
-    assert not [call for call in machine.calls if call[1:3] == ("cdi", "list")]
+    assert Notes(machine).load(NOTE) == {}
 
 
 def test_a_machine_without_gpus(machine: Machine) -> None:
