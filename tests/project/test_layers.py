@@ -1,16 +1,18 @@
-"""Imports point one way, pure modules touch nothing, and a vendor's name stays with the vendor.
+"""Rules of the source: imports point one way, pure modules touch nothing, a vendor's name stays with the vendor.
 
-The layer rule: model <- system <- config <- vendors <- host | machine | dra <- cli.
+The layer rule: model <- system <- config <- vendors <- host | machine | dra <- cli. Each file is parsed once.
 """
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-PACKAGE = Path(__file__).resolve().parents[2] / "agent"
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 Order: TypeAlias = tuple[str | tuple[str, ...], ...]
 """Lowest first: a module imports from its own room and from lower rooms. Rooms in one tuple never import each other."""
@@ -85,26 +87,53 @@ DATA_CLASSES = {
 }
 """Modules with data classes. Making one takes most of a millisecond at each start."""
 
-
-@cache
-def modules() -> tuple[Path, ...]:
-    return tuple(sorted(PACKAGE.rglob("*.py")))
-
-
-@cache
-def parsed(source: str) -> ast.Module:
-    return ast.parse(source)
+LATE_IMPORTS = 10
+"""How many imports are inside functions of agent/, for optional packages. The number may only fall."""
+LIBRARIES = {
+    *("_replace", "_asdict", "_make", "_fields", "_field_defaults", "_metadata"),
+    *("_actions", "_SubParsersAction", "_HelpAction"),
+}
+"""Names with an underscore that Python's own library documents, or that argparse has no other name for."""
 
 
-@cache
-def imports(path: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(parsed(path.read_text())):
+class Source(NamedTuple):
+    """A module."""
+
+    name: str
+    """Its path below `agent` or `tests`, for example."""
+    text: str
+    tree: ast.Module
+    nodes: tuple[ast.AST, ...]
+    imports: frozenset[str]
+    """Full names of modules, and of what is imported from them."""
+
+
+def parse(text: str, name: str = "") -> Source:
+    tree = ast.parse(text)
+    nodes, imports = tuple(ast.walk(tree)), set[str]()
+    for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found
+            imports |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return Source(name, text, tree, nodes, frozenset(imports))
+
+
+@cache
+def sources(place: str) -> tuple[Source, ...]:
+    top = REPOSITORY / place
+    return tuple(parse(path.read_text(), path.relative_to(top).as_posix()) for path in sorted(top.rglob("*.py")))
+
+
+def dotted(node: ast.AST) -> str:
+    """Return a name as it is written, such as `os.open`; () stands for what is no name."""
+    match node:
+        case ast.Name(name):
+            return name
+        case ast.Attribute(value, name):
+            return f"{dotted(value)}.{name}"
+        case _:
+            return "()"
 
 
 def ranks(order: Order) -> dict[str, tuple[int, str]]:
@@ -129,130 +158,59 @@ def is_allowed(importer: str, module: str) -> bool:
     return fits(ORDER, parts[0], target[0]) and (parts[0], target[0]) not in NEVER
 
 
-def relative_name(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
+def imports_upwards(source: Source) -> list[str]:
+    return [each for each in source.imports if each.startswith("agent.") and not is_allowed(source.name, each)]
 
 
-def is_pure(path: Path) -> bool:
+def has_data_classes(source: Source) -> list[str]:
+    return re.findall(r"^@(?:\w+\.)?dataclass", source.text, re.MULTILINE)
+
+
+def is_pure(source: Source) -> bool:
     """Return whether a module is pure by its place, or because its docstring says so."""
-    docstring = ast.get_docstring(parsed(path.read_text())) or ""
-    return relative_name(path).startswith(PURE) or bool(re.search(r"\bpure\b", docstring, re.IGNORECASE))
+    return source.name.startswith(PURE) or bool(re.search(r"\b[Pp]ure\b", ast.get_docstring(source.tree) or ""))
 
 
-def strings(source: str) -> list[tuple[int, str]]:
-    """Return line and text of every string that is not a docstring, with the fixed parts of f-strings."""
-    tree = parsed(source)
-    docstrings = {
-        node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    return [
-        (node.lineno, node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings
-    ]
-
-
-def vendor_strings(source: str) -> list[tuple[int, str]]:
-    return [(line, text) for line, text in strings(source) if VENDOR_NAME.search(text)]
-
-
-def vendor_imports(path: Path) -> set[str]:
-    return {module for module in imports(path) if VENDOR_IMPORT.match(f"{module}.")}
-
-
-def test_imports_point_one_way() -> None:
-    wrong = {
-        name: [each for each in sorted(imports(path)) if each.startswith("agent.") and not is_allowed(name, each)]
-        for path in modules()
-        for name in [relative_name(path)]
-    }
-    assert {name: found for name, found in wrong.items() if found} == {}
-    assert sum(len(imports(path)) for path in modules()) > 1000, "the imports were not found"
-    for importer, module in (("host/plan/goal.py", "agent.model.facts"), ("cli/main.py", "agent.__version__")):
-        assert is_allowed(importer, module)
-    for importer, module in (
-        *(("model/facts.py", "agent.host.plan.goal.Plan"), ("host/plan/goal.py", "agent.machine.vendors.VENDORS")),
-        *(("machine/run.py", "agent.host.vendors.HOST_VENDORS"), ("machine/run.py", "agent.config.settings.Config")),
-        *(("dra/service.py", "agent.machine.run.main"), ("dra/service.py", "agent.config.settings.Config")),
-        *(
-            ("host/plan/goal.py", "agent.host.observe.host.observe"),
-            ("host/reconcile.py", "agent.host.daemon.loop.run"),
-        ),
-    ):
-        assert not is_allowed(importer, module), importer
-
-
-def test_values_are_structs_or_named_tuples() -> None:
-    """Structs on the host, and named tuples in what a machine loads, except where only a data class will do."""
-    found = {
-        relative_name(each) for each in modules() if re.search(r"^@(\w+\.)?dataclass", each.read_text(), re.MULTILINE)
-    }
-    assert found == DATA_CLASSES
-
-
-def reaches_outside(path: Path) -> set[str]:
-    """Return the imports and calls of a module that a pure one must not have."""
-    called = {ast.unparse(node.func) for node in ast.walk(parsed(path.read_text())) if isinstance(node, ast.Call)}
-    imported = {module.split(".")[0] for module in imports(path)}
+def reaches_outside(source: Source) -> set[str]:
+    """Return the imports and calls that a pure module must not have."""
+    if not is_pure(source):
+        return set()
+    called = {dotted(node.func) for node in source.nodes if isinstance(node, ast.Call)}
+    imported = {module.split(".")[0] for module in source.imports}
     return imported & IMPURE | {name for name in called if IMPURE_CALLS.fullmatch(name)}
 
 
-def test_pure_modules_touch_nothing() -> None:
-    """They import and call nothing that reaches outside."""
-    pure = [path for path in modules() if is_pure(path)]
-    assert {relative_name(path): found for path in pure if (found := reaches_outside(path))} == {}
-    assert len(pure) > 30
-    assert reaches_outside(PACKAGE / "system/files.py") >= {"os", "time"}
-
-
-def test_integration_imports_only_fakes_from_the_tests() -> None:
-    """Then a test module can change without a run on a virtual machine."""
-    files = sorted((PACKAGE.parent / "integration").rglob("*.py"))
-    taken = {module for path in files for module in imports(path) if module.startswith("tests.")}
-    assert taken
-    assert {module for module in taken if not module.startswith("tests.fakes")} == set()
-
-
-def test_packages_are_empty() -> None:
+def has_more_than_a_docstring(source: Source) -> list[str]:
     """Each import of a module runs its packages' files, and the machine half has a dozen of them at every boot."""
-    packages = [path for path in modules() if path.name == "__init__.py" and path.parent != PACKAGE]
-    more = [
-        relative_name(path)
-        for path in packages
-        if any(not isinstance(each, ast.Expr) for each in parsed(path.read_text()).body)
-    ]
-    assert more == [], "more than a docstring"
-    assert len(packages) > 15
+    if not source.name.endswith("/__init__.py"):
+        return []
+    return [ast.unparse(each) for each in source.tree.body if not isinstance(each, ast.Expr)]
 
 
-def test_only_the_lists_of_vendors_import_a_vendor() -> None:
-    """All other modules get a vendor by its name from the list; a vendor's own modules import each other."""
-    importers = {
-        relative_name(path)
-        for path in modules()
-        if not VENDOR_IMPORT.match(f"agent.{relative_name(path).replace('/', '.')}") and vendor_imports(path)
+def imports_a_vendor(source: Source) -> set[str]:
+    """Other modules get a vendor by its name from the lists; a vendor's own modules import each other."""
+    own = VENDOR_IMPORT.match(f"agent.{source.name.replace('/', '.')}")
+    return set() if own else {module for module in source.imports if VENDOR_IMPORT.match(f"{module}.")}
+
+
+def names_vendors(source: Source) -> set[str]:
+    """Return the strings that name one, also fixed parts of f-strings; docstrings and comments may."""
+    if source.name.startswith("vendors/") or source.name in VENDOR_LISTS:
+        return set()
+    texts = {node for node in source.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    texts -= {
+        node.value for node in source.nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
-    assert importers == VENDOR_LISTS
+    return {str(node.value) for node in texts if VENDOR_NAME.search(str(node.value))}
 
 
-def test_vendor_names_stay_with_the_vendors() -> None:
-    """No string outside of vendors/ names a vendor, except the allowed ones; docstrings and comments may."""
-    found = {
-        (relative_name(path), text): line
-        for path in modules()
-        if not relative_name(path).startswith("vendors/") and relative_name(path) not in VENDOR_LISTS
-        for line, text in vendor_strings(path.read_text())
-    }
-    assert {key: line for key, line in found.items() if key not in ALLOWED_NAMES} == {}
-    assert set(found) >= ALLOWED_NAMES, "no longer there: take it from ALLOWED_NAMES"
-    source = "def f(x):\n    'NVIDIA.'\n    return x == 'nvidia'\nPATH = f'/dev/nVidia{0}'\nx = {'Intel': 'amd64'}\n"
-    assert {line for line, _ in vendor_strings(source)} == {3, 4, 5}
+def opens_files(source: Source) -> list[int]:
+    """Return lines in which a file is opened, or a name that opens files is imported.
 
-
-def opened(source: str) -> list[int]:
-    """Return lines in which a file is opened, or a name that opens files is imported."""
+    Any other way to open a file waits for whoever put a FIFO or a lease there, or acts on a device.
+    """
     found = []
-    for node in ast.walk(parsed(source)):
+    for node in source.nodes:
         match node:
             case ast.Call(ast.Attribute(_, method)) if method in OPENING_METHODS:
                 found.append(node.lineno)
@@ -261,7 +219,7 @@ def opened(source: str) -> list[int]:
             ):
                 # Nobody else can change /dev/null or a file in memory.
                 pass
-            case ast.Call(function) if OPENING.fullmatch(ast.unparse(function)):
+            case ast.Call(function) if OPENING.fullmatch(dotted(function)):
                 found.append(node.lineno)
             case ast.Import(names) if {name.name for name in names} & OPENING_MODULES:
                 found.append(node.lineno)
@@ -271,21 +229,157 @@ def opened(source: str) -> list[int]:
                 found.append(node.lineno)
             case _:
                 pass
-    return found
+    return sorted(found)
 
 
-def test_only_the_door_opens_files() -> None:
-    """Any other way to open a file waits for whoever put a FIFO or a lease there, or acts on a device."""
-    found = {relative_name(path): lines for path in modules() if (lines := opened(path.read_text()))}
-    assert set(found) == DOORS
-    for source, lines in (
-        ("open(path)\nwith io.open(path) as file:\n    pass\n", [1, 2]),
-        ("os.open(path, os.O_RDONLY)\nos.open(os.devnull, os.O_WRONLY)\nopen(os.memfd_create(name))\n", [1]),
-        ("open(os.open(path, os.O_RDONLY))\n", [1, 1]),
-        ("from pathlib import Path\nPath(place).read_bytes()\nimport shutil\nfrom os import open\n", [1, 2, 3, 4]),
-        ("system.read_text(path)\nopening.stream(path)\nself._wakeups.open()\n", []),
-    ):
-        assert sorted(opened(source)) == lines, source
+def captures_unlimited_numbers(source: Source) -> list[str]:
+    """int() raises ValueError for a decimal number of more than 4,300 digits."""
+    return re.findall(r"\((?:\?P<\w+>)?(?:\[0-9\]|\\d)[+*]\)", source.text)
+
+
+def replaces_modules(source: Source) -> list[int]:
+    """A library that finds another one missing, or in part, fails in ways that only this agent sees."""
+    return [each.lineno for each in source.nodes if isinstance(each, ast.Attribute) and dotted(each) == "sys.modules"]
+
+
+def imports_test_modules(source: Source) -> list[str]:
+    """A helper is in tests/fakes or a conftest: then a test module can change, and go, without another."""
+    return [name for name in source.imports if re.match(r"tests\.(.*\.)?test_", name)]
+
+
+def imports_more_than_fakes(source: Source) -> list[str]:
+    """Of the tests, integration imports fakes only: then a test can change without a run on a virtual machine."""
+    return [name for name in source.imports if name.startswith("tests.") and not name.startswith("tests.fakes")]
+
+
+def private_names(source: Source) -> set[str]:
+    """Return those that are not of `self`, of `cls` or of Python's library.
+
+    Such a test breaks when the code changes, and says nothing about what users see.
+    """
+    used = {
+        node.attr for node in source.nodes
+        if isinstance(node, ast.Attribute) and dotted(node.value) not in ("self", "cls")
+    }  # fmt: skip
+    used |= {part for name in source.imports if name.startswith("agent.") for part in name.split(".")}
+    return {name for name in used if re.match("_(?!_)", name)} - LIBRARIES
+
+
+def late_imports(source: Source) -> set[ast.AST]:
+    functions = [each for each in source.nodes if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = (node for each in functions for node in ast.walk(each))
+    return {node for node in inside if isinstance(node, ast.Import | ast.ImportFrom)}
+
+
+class Rule(NamedTuple):
+    """What no module in a place has, but those that are named here."""
+
+    place: str
+    find: Callable[[Source], object]
+    found: tuple[tuple[str, str, object], ...]
+    """Examples: a module's name, its text, and what is found."""
+    but: set[str] = set()  # noqa: RUF012
+    """Modules in which this must be found: a name that is no longer needed goes."""
+
+
+RULES = (
+    Rule(
+        "agent",
+        imports_upwards,
+        (
+            ("model/facts.py", "from agent.host.plan import goal", ["agent.host.plan", "agent.host.plan.goal"]),
+            ("host/plan/goal.py", "import agent.machine.vendors", ["agent.machine.vendors"]),
+            ("machine/run.py", "import agent.host.vendors", ["agent.host.vendors"]),
+            ("machine/run.py", "import agent.config.settings", ["agent.config.settings"]),
+            ("dra/service.py", "import agent.machine.run", ["agent.machine.run"]),
+            ("dra/service.py", "import agent.config.settings", ["agent.config.settings"]),
+            ("host/plan/goal.py", "import agent.host.observe.host", ["agent.host.observe.host"]),
+            ("host/reconcile.py", "import agent.host.daemon.loop", ["agent.host.daemon.loop"]),
+            ("host/plan/goal.py", "import agent.model.facts", []),
+            ("cli/main.py", "from agent import __version__", []),
+        ),
+    ),
+    Rule("agent", has_data_classes, (("", "@dataclass\nclass A:\n    pass", ["@dataclass"]),), DATA_CLASSES),
+    Rule(
+        "agent",
+        reaches_outside,
+        (
+            ("model/a.py", "import os.path\nlogging.info(x)\nopen(y)", {"os", "logging.info", "open"}),
+            ("host/a.py", "'Pure.'\nimport time", {"time"}),
+            ("host/a.py", "import time", set()),
+        ),
+    ),
+    Rule(
+        "agent",
+        has_more_than_a_docstring,
+        (("host/__init__.py", "'x'\nimport y", ["import y"]), ("__init__.py", "import x", [])),
+    ),
+    Rule(
+        "agent",
+        imports_a_vendor,
+        (
+            ("host/a.py", "import agent.vendors.drm.host, agent.vendors.cdi", {"agent.vendors.drm.host"}),
+            ("vendors/drm/a.py", "import agent.vendors.drm.host", set()),
+        ),
+        VENDOR_LISTS,
+    ),
+    Rule(
+        "agent",
+        opens_files,
+        (
+            ("", "open(path)\nwith io.open(path) as file:\n    pass\n", [1, 2]),
+            ("", "os.open(path, os.O_RDONLY)\nos.open(os.devnull, os.O_WRONLY)\nopen(os.memfd_create(name))\n", [1]),
+            ("", "open(os.open(path, os.O_RDONLY))\n", [1, 1]),
+            ("", "from pathlib import Path\nPath(a).read_bytes()\nimport shutil\nfrom os import open\n", [1, 2, 3, 4]),
+            ("", "system.read_text(path)\nopening.stream(path)\nself._wakeups.open()\n", []),
+        ),
+        DOORS,
+    ),
+    Rule("agent", replaces_modules, (("", "sys.modules['a'] = None", [1]),)),
+    # The inode of a mapping is never made a number.
+    Rule("agent", captures_unlimited_numbers, (("", "r'(\\d+)'", [r"(\d+)"]),), {"system/processes.py"}),
+    Rule(
+        "tests",
+        imports_test_modules,
+        (
+            ("", "from tests.cli.test_up import run", ["tests.cli.test_up", "tests.cli.test_up.run"]),
+            ("", "from tests.cli import test_up", ["tests.cli.test_up"]),
+            ("", "from tests.fakes import host", []),
+        ),
+    ),
+    Rule("tests", private_names, (("", "from agent.host import _x\ny._z, self._a, y.__b__", {"_x", "_z"}),)),
+    Rule("integration", imports_more_than_fakes, (("", "import tests.cli, tests.fakes.host", ["tests.cli"]),)),
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.find.__name__)
+def test_rule(rule: Rule) -> None:
+    found = {source.name: faults for source in sources(rule.place) if (faults := rule.find(source))}
+    assert {name: faults for name, faults in found.items() if name not in rule.but} == {}
+    assert found.keys() == rule.but, "no longer there"
+    for name, text, expected in rule.found:
+        faults = rule.find(parse(text, name))
+        assert (sorted(faults) if isinstance(faults, list) else faults) == expected, text
+
+
+def test_vendor_names_stay_with_the_vendors() -> None:
+    found = {(source.name, text) for source in sources("agent") for text in names_vendors(source)}
+    assert found == ALLOWED_NAMES
+    text = "def f(x):\n    'NVIDIA.'\n    return x == 'nvidia'\nPATH = f'/dev/nVidia{0}'\nx = {'Intel': 'amd64'}\n"
+    assert names_vendors(parse(text)) == {"nvidia", "/dev/nVidia", "Intel"}
+
+
+def test_modules_import_at_their_top() -> None:
+    counted = {source.name: len(late_imports(source)) for source in sources("agent")}
+    assert sum(counted.values()) <= LATE_IMPORTS, {path: number for path, number in counted.items() if number}
+    assert len(late_imports(parse("import a\ndef f():\n    import b\n    def g():\n        from c import d"))) == 2
+
+
+def test_the_rules_see_the_modules() -> None:
+    assert sum(map(is_pure, sources("agent"))) > 30
+    assert sum(len(source.imports) for source in sources("agent")) > 1000
+    assert sum(len(source.imports) for source in sources("tests")) > 1000
+    assert any(name.startswith("tests.fakes") for source in sources("integration") for name in source.imports)
 
 
 REMOVALS = re.compile(
@@ -298,11 +392,10 @@ BUILT = ("containerfiles/install-", "containerfiles/agent-")
 
 def test_every_tree_is_removed_through_one_door() -> None:
     """Anything else also removes the data of a bind mount of the same file system."""
-    repository = PACKAGE.parent
     found: dict[str, list[str]] = {}
     directories = ("agent", "deploy", "systemd", "containerfiles")
-    for path in sorted(each for name in directories for each in (repository / name).rglob("*")):
-        name = str(path.relative_to(repository))
+    for path in sorted(each for name in directories for each in (REPOSITORY / name).rglob("*")):
+        name = str(path.relative_to(REPOSITORY))
         if path.is_file() and path.suffix != ".pyc" and not name.startswith(BUILT):
             lines = [line for line in path.read_text().splitlines() if REMOVALS.search(line)]
             found |= {name: lines} if lines else {}

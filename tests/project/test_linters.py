@@ -1,7 +1,6 @@
 """The linters are tests, so one command is the whole gate."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -51,15 +50,3 @@ def test_shellcheck() -> None:
     listed = subprocess.run(["git", "grep", "-lE", "^#!.*(bash|/sh)"], cwd=REPOSITORY, capture_output=True, text=True)
     scripts = [name for name in listed.stdout.split() if not name.endswith((".py", ".md"))]
     check("shellcheck", "-x", *scripts)
-
-
-def test_numbers_that_patterns_capture_have_a_limit() -> None:
-    """int() raises ValueError for a decimal number of more than 4,300 digits."""
-    unlimited = re.compile(r"\((?:\?P<\w+>)?(?:\[0-9\]|\\d)[+*]\)")
-    # The inode of a mapping is never made a number.
-    found = {
-        str(path.relative_to(REPOSITORY))
-        for path in (REPOSITORY / "agent").rglob("*.py")
-        if unlimited.search(path.read_text())
-    }
-    assert found == {"agent/system/processes.py"}
