@@ -7,7 +7,7 @@ from collections.abc import Callable
 from agent.cli.parser import DIAGNOSES, LAST_GOOD, NEEDS_NONE, OPTIONAL, REMOVES, SAVES, find_command
 from agent.cli.printing import progress
 from agent.config.load import InForce, Loaded, last_good_identity, load_config, load_or_last_good
-from agent.config.settings import Config
+from agent.config.settings import Config, MachineSettings
 from agent.host.observe.host import Memory
 from agent.host.reconcile import Reconciler
 from agent.host.state.records import read_ages
@@ -17,6 +17,14 @@ from agent.system.bus import SystemBus
 from agent.system.devices import Sysfs
 from agent.system.files import System
 from agent.system.process import Runner, host_runner
+
+
+def settings_of(machine: str, config: Config) -> MachineSettings:
+    """Return the settings of a machine that an argument names. Raises ConfigError if it is not configured."""
+    if settings := config.machines.get(machine):
+        return settings
+    hint = f"add a table [machines.{machine}], or name one of these: {', '.join(config.machines) or 'none yet'}"
+    raise ConfigError(f"machine {machine} is not configured", hint)
 
 
 def reconciler_for(options: argparse.Namespace, tool_runner: Runner | None) -> Reconciler:

@@ -3,6 +3,7 @@
 import argparse
 import os
 
+from agent.cli.host import settings_of
 from agent.cli.output import table
 from agent.cli.printing import say
 from agent.host.allocation import DIRECTORY, SUFFIX, Move, Node, recorded_node, steps
@@ -32,8 +33,7 @@ def manifests(options: argparse.Namespace, reconciler: Reconciler) -> int:
     if changed := [path for path, each in contents.items() if system.exists(path) and system.read(path) != each]:
         raise AgentError(
             f"nothing was written, because these files have other content, perhaps edited: {', '.join(changed)}",
-            "write into an empty directory, and compare the two with `diff -ru`; or name only manifests that are not "
-            "there; to replace a file, remove it first",
+            "write into an empty directory, and compare the two with `diff -ru`; to replace a file, remove it first",
         )
     for path, content in contents.items():
         system.write(path, content)
@@ -49,11 +49,10 @@ def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """
     machines = reconciler.config.machines
     machine = options.machine or (next(iter(machines)) if len(machines) == 1 else "")
-    if machine not in machines:
-        known = ", ".join(machines) or "none"
-        what = f"machine {machine} is not configured" if machine else "which machine?"
-        hint = f"name one: `unbounded-agent kube allocation {options.to} MACHINE`"
-        raise ConfigError(f"{what} (configured: {known})", hint)
+    if not machine:
+        hint = f"`unbounded-agent kube allocation {options.to} MACHINE`"
+        raise ConfigError(f"which machine? configured: {', '.join(machines) or 'none'}", hint)
+    settings_of(machine, reconciler.config)
     if not options.kubeconfig:
         # The cluster is not observed. So the steps have NODE and RESOURCE (the device plugin's resource), which the
         # user must replace. The resource's count is unknown: it is 0 here, because a count of 0 is not printed.

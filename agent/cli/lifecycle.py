@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from agent.cli.host import settings_of
 from agent.cli.output import print_machines
 from agent.cli.printing import report_failures
 from agent.host.allocation import recorded_node
@@ -12,7 +13,7 @@ from agent.host.provision.apply import STOP_LIMIT
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
 from agent.host.state.records import mark_start
-from agent.model.errors import AgentError, CommandError, ConfigError
+from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.paths import cordoned_file, machine_unit
 
@@ -30,8 +31,7 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
     drained if a kubeconfig is given.
     """
     name, command, kubeconfig = options.machine, options.command, options.kubeconfig
-    if name not in reconciler.config.machines:
-        raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
+    settings_of(name, reconciler.config)
     with machine_locks(reconciler.system, (name,), command):
         if command == "start":
             return _start(name, reconciler, kubeconfig)
@@ -69,9 +69,7 @@ def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) ->
     if drain and kubeconfig:
         _drain(name, reconciler, kubeconfig)
     elif drain:
-        reconciler.progress(
-            f"the pods of machine {name} end with it: --kubeconfig FILE would move them to other nodes first"
-        )
+        reconciler.progress(f"the pods of machine {name} end with it: --kubeconfig FILE would move them away first")
     reconciler.progress(f"stop machine {name}")
     # The service starts a machine that has not run since the host booted. If this command stops the machine before its
     # first start, systemd records no stop: only the mark shows the service that the machine must stay stopped.

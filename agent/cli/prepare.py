@@ -4,6 +4,7 @@ import argparse
 import time
 from contextlib import suppress
 
+from agent.cli.host import settings_of
 from agent.cli.printing import report_failures
 from agent.config.load import load_or_last_good
 from agent.host.reconcile import Outcome, Reconciler
@@ -11,7 +12,7 @@ from agent.host.state.gpus import observe_gpus
 from agent.host.state.locks import pass_lock
 from agent.host.state.records import clear_report, mark_start, render_handed
 from agent.host.vendors import load_gpu_modules
-from agent.model.errors import ConfigChangedError, ConfigError
+from agent.model.errors import ConfigChangedError
 from agent.model.facts import Absent, Unseen, render_live
 from agent.model.paths import MACHINE_ROOTS, handed_roots_file, live_file
 from agent.system.trust import write_record
@@ -50,9 +51,7 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     If the machine is already running, or its state cannot be observed, make only one pass. Return the last outcome.
     Raises ConfigError for a machine that is not configured.
     """
-    settings = reconciler.config.machines.get(name)
-    if settings is None:
-        raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
+    settings = settings_of(name, reconciler.config)
     system, started = reconciler.system, time.monotonic()
     reconciler.wait_until = started + WAIT_LIMIT
     if _runs(name, reconciler):

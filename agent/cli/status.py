@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from msgspec.structs import replace
 
 from agent.cli.doctor.host import faults_in_brief
-from agent.cli.host import load
+from agent.cli.host import load, settings_of
 from agent.cli.output import (
     causes,
     condition_tables,
@@ -41,9 +41,8 @@ ANSWER_LIMIT = 180.0
 
 def status(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Print the machines' states. Return the exit code. Raises ConfigError for an unknown machine."""
-    if options.machine and options.machine not in reconciler.config.machines:
-        known = ", ".join(reconciler.config.machines) or "none"
-        raise ConfigError(f"machine {options.machine} is not configured", f"configured machines: {known}")
+    if options.machine:
+        settings_of(options.machine, reconciler.config)
     if options.watch is not None:
         return _watch(options, reconciler)
 

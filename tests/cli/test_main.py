@@ -266,7 +266,7 @@ def test_each_command_says_why_nothing_can_start(bare_host: Host, capsys: Captur
     assert lines[2].startswith(f"    evidence: {why} /etc/systemd/system")
     assert "    fix:      apt install systemd-container" in lines
     assert any(each.startswith("    evidence: unbounded-agent.service is not installed") for each in lines)
-    assert f"{MACHINE}: readiness unknown: ObservationFailed" in lines
+    assert f"{MACHINE}: unknown: ObservationFailed" in lines
     assert any(line.startswith("driver for pods: nvidia") for line in lines)
     assert command(reconciler(bare_host), "doctor --json") == 1
     document = json.loads(capsys.readouterr().out)

@@ -20,7 +20,7 @@ from msgspec import Struct, to_builtins
 from agent.cli.doctor.cluster import findings, read_cluster
 from agent.cli.doctor.host import HostDiagnosis, diagnose_host, diagnose_machines
 from agent.cli.doctor.machines import Diagnosis, MachineFinding
-from agent.cli.output import document, paragraph
+from agent.cli.output import STATES, document, paragraph
 from agent.cli.parser import VERSION
 from agent.cli.printing import WIDTH, say, terminal
 from agent.cli.status import as_dated
@@ -47,8 +47,6 @@ from agent.model.paths import (
 from agent.model.text import printable, rfc3339
 from agent.system.trust import read_seen
 from agent.vendors.host_vendor import Finding
-
-STATES = {Status.TRUE: "ready", Status.FALSE: "not ready"}
 
 
 class ClusterDiagnosis(Struct, frozen=True):
@@ -83,8 +81,7 @@ def in_words(report: Report, width: int = WIDTH) -> Iterator[str]:
     if not report.machines:
         yield NO_MACHINES
     for diagnosis in report.machines:
-        state = STATES.get(diagnosis.ready.status, "readiness unknown")
-        yield f"{diagnosis.machine}: {state}: {diagnosis.ready.reason}"
+        yield f"{diagnosis.machine}: {STATES[diagnosis.ready.status]}: {diagnosis.ready.reason}"
         if diagnosis.ready.status is Status.TRUE and diagnosis.ready.reason != Reason.ALL_CONDITIONS_TRUE:
             # A machine without a GPU may be Ready even if it does not run. In that case, only the message says so.
             yield from paragraph("    ", diagnosis.ready.message, width)

@@ -118,12 +118,10 @@ class PublishRoot(NodeStep, frozen=True):
     """Record the node, and give the complete root file system its final name."""
 
     kind = "write"
+    words = f"make {MACHINE_ROOTS}/{{0.machine}} from the complete root file system"
     machine: str
     staged: str
     record: NodeRecord
-
-    def describe(self) -> str:
-        return f"make {machine_root(self.machine)} from the complete root file system"
 
 
 class GiveToken(NodeStep, frozen=True):

@@ -176,10 +176,8 @@ def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: Sys
     what = f"names only {', '.join(servers)}, which pods cannot reach" if servers else "names no DNS server"
     # systemd-resolved writes UPLINK, and replaces what others write there.
     resolved = "with DNS= in /etc/systemd/resolved.conf, and run `systemctl restart systemd-resolved`"
-    advice = (
-        f"name a server that pods can reach {resolved if facts.stub_resolver else 'there'}; or write `nameserver "
-        "ADDRESS` into a file of the image, and set node.kubelet.configuration.resolvConf to the path of that file"
-    )
+    place = resolved if facts.stub_resolver else "there"
+    advice = f"name a server that pods can reach {place}; or set node.kubelet.configuration.resolvConf"
     what = f"{path} {what}: cluster DNS would not resolve names outside the cluster"
     return [Check("dns", what, advice, machine, required=False)]
 
@@ -226,10 +224,7 @@ def check_network(machine: str, settings: MachineSettings, system: System) -> li
         return []
     if observe_units([NETWORKD], system)[NETWORKD].state == "active":
         return [Check("network", "systemd-networkd gives the machine an address, and routes for it", machine=machine)]
-    advice = (
-        "run `systemctl enable --now systemd-networkd`, or name a network in nspawn.extra.Network, such as a Bridge or "
-        "MACVLAN, in which a DHCP server assigns addresses"
-    )
+    advice = "run `systemctl enable --now systemd-networkd`, or name a network with DHCP in nspawn.extra.Network"
     what = "systemd-networkd does not run on the host: nothing gives the machine's virtual Ethernet an address"
     return [Check("network", what, advice, machine, required=False)]
 
