@@ -19,6 +19,9 @@ from agent.model.text import whole_number
 from agent.system.files import System
 from agent.system.trust import classify_error
 
+PLAIN_IMAGE = "agent-ubuntu2404"
+"""The image in containerfiles/ for machines that have no GPUs, or whose GPUs need no programs of their vendor."""
+
 
 class Finding(Struct, frozen=True):
     """A fault with its cause, the evidence for it, and what fixes it."""
@@ -198,7 +201,7 @@ class HostVendor(Struct, frozen=True, kw_only=True):
     """The same for all entries of these directories, some of which may be missing."""
     further_classes: tuple[int, ...] = ()
     """PCI classes (base class and subclass) of GPUs that are not display controllers."""
-    image: str = "agent-ubuntu2404"
+    image: str = PLAIN_IMAGE
     """The machine image in containerfiles/ with the programs that the machine half runs for this vendor."""
     symptoms: Mapping[tuple[ConditionType, str], str] = {}
     """Symptoms of a False condition, by condition and reason. An empty reason stands for all without an entry."""

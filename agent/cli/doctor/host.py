@@ -18,12 +18,10 @@ from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, SERVICE_STATE, STATE, 
 from agent.model.text import rfc3339
 from agent.system.files import System
 from agent.system.trust import read_seen
-from agent.vendors.host_vendor import DriverForPods, Finding
+from agent.vendors.host_vendor import PLAIN_IMAGE, DriverForPods, Finding
 
 SERVICE = "unbounded-agent.service"
 START_SERVICE = "systemctl enable --now unbounded-agent"
-PLAIN_IMAGE = "agent-ubuntu2404"
-"""The image in containerfiles/ for machines that have no GPUs, or whose GPUs need no programs of their vendor."""
 SPACE = {STATE: 1 << 29, MACHINE_ROOTS: 1 << 29, "/run": 16 << 20}
 """Bytes below which something fails, by path. A driver root takes half a gigabyte, kubelets evict pods if the disk is
 nearly full, and each pass writes some files in /run. The alert UnboundedAgentDiskSpaceLow fires at 2 GiB already, to
@@ -134,16 +132,14 @@ def _running_service(seeing: Seeing, *, active: bool) -> Iterator[Finding]:
     recorded = SERVICE_STATES.read_seen(SERVICE_STATE, seeing.system)
     state = recorded if isinstance(recorded, ServiceState) else ServiceState()
     steps = ("journalctl -u unbounded-agent -p warning --since -1h --no-pager", "unbounded-agent apply")
-    if state.unfinished:
-        yield Finding("the service runs, but cannot observe or change this host", state.unfinished, steps)
-    if state.failed:
-        yield Finding("the service runs, but cannot make all of its changes", state.failed, steps)
-    if active and state.unserved:
-        yield Finding(
-            "the service runs, but serves no metrics",
-            state.unserved,
-            ("journalctl -u unbounded-agent --no-pager | grep -i 'cannot serve'", "systemctl restart unbounded-agent"),
-        )
+    serve = ("journalctl -u unbounded-agent --no-pager | grep -i 'cannot serve'", "systemctl restart unbounded-agent")
+    for what, evidence, fix in (
+        ("cannot observe or change this host", state.unfinished, steps),
+        ("cannot make all of its changes", state.failed, steps),
+        ("serves no metrics", state.unserved if active else "", serve),
+    ):
+        if evidence:
+            yield Finding(f"the service runs, but {what}", evidence, fix)
 
 
 def _plain_roots(seeing: Seeing) -> Iterator[Finding]:

@@ -22,9 +22,6 @@ from agent.system import opening
 from agent.system.copy import clear
 from agent.system.files import System
 
-PLAIN_IMAGE, NVIDIA_IMAGE = "agent-ubuntu2404", "agent-ubuntu2404-nvidia"
-"""The names of the images in a repository. Only NVIDIA_IMAGE has the NVIDIA Container Toolkit. Other vendors' GPUs need
-no programs in the machine."""
 REGISTRY = "docker://"
 ARCHIVE = "docker-archive:"
 LAYOUT = re.compile(r"oci:(?P<directory>/[^:]*)(:.*)?")
@@ -46,12 +43,12 @@ UNPACKED = 3
 """Bytes on disk for each compressed byte of a layer. Ubuntu's and CUDA's images have 2.3 to 2.9."""
 
 
-def choose_image(settings: ImageSettings, nvidia: bool) -> str:
+def choose_image(settings: ImageSettings, own: str) -> str:
     """Return the configured name of a machine's image. The name may have a tag instead of a digest.
 
-    `nvidia` says whether the machine gets NVIDIA GPUs.
+    `own` is the name of the agent's own image for the machine (HostVendor.image).
     """
-    return settings.name or f"{settings.repository}/{NVIDIA_IMAGE if nvidia else PLAIN_IMAGE}:{settings.tag}"
+    return settings.name or f"{settings.repository}/{own}:{settings.tag}"
 
 
 def go_architecture(system: System) -> str:

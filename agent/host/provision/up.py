@@ -16,7 +16,7 @@ from agent.host.provision import preflight
 from agent.host.provision.apply import performers
 from agent.host.provision.binaries import wanted_binaries
 from agent.host.provision.host_settings import host_goal, observe_host
-from agent.host.provision.image import PLAIN_IMAGE, choose_image, go_architecture, inspect
+from agent.host.provision.image import choose_image, go_architecture, inspect
 from agent.host.provision.network import observe_network
 from agent.host.provision.node_files import (
     OF_REGISTRATION,
@@ -57,6 +57,7 @@ from agent.system.copy import refuse_mounts
 from agent.system.files import System
 from agent.system.http import ask
 from agent.system.network import NetworkSource
+from agent.vendors.host_vendor import PLAIN_IMAGE
 
 # Finds the labels that a Node gets for its GPUs when it registers.
 
@@ -273,9 +274,8 @@ class Provisioner(Struct, frozen=True):
         return settings
 
     def _image_name(self, machine: str, planned: Plan) -> str:
-        grants = _grants(machine, planned)
-        of_vendor = any(host_vendor(grant.vendor).image != PLAIN_IMAGE for grant in grants if grant.gpus)
-        return choose_image(self._settings(machine).image, of_vendor)
+        images = {host_vendor(each.vendor).image for each in _grants(machine, planned) if each.gpus} - {PLAIN_IMAGE}
+        return choose_image(self._settings(machine).image, max(images, default=PLAIN_IMAGE))
 
     def _root_steps(self, found: NodeFacts, image: NodeImage, labels: Mapping[str, str]) -> tuple[NodeStep, ...]:
         """Return the steps that make a root file system from an image. Raises AgentError or OSError."""

@@ -81,7 +81,7 @@ def settings(registry: Registry, name: str, **more: str) -> ImageSettings:
 def make(settings: ImageSettings, root: Path) -> list[str]:
     """Make a root file system, and return the messages on its progress."""
     told: list[str] = []
-    name = choose_image(settings, nvidia=False)
+    name = choose_image(settings, "agent-ubuntu2404")
     unpack(settings, inspect(settings, name, SYSTEM), str(root), SYSTEM, told.append)
     return told
 

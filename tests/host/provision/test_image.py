@@ -54,10 +54,13 @@ def answer(host: Host, name: str, manifest: str, *options: str, architecture: st
 
 
 def test_the_image_of_a_machine() -> None:
-    assert choose_image(NODES, nvidia=False) == "docker://registry.example.com/nodes/agent-ubuntu2404:1.2"
-    assert choose_image(NODES, nvidia=True) == "docker://registry.example.com/nodes/agent-ubuntu2404-nvidia:1.2"
+    assert choose_image(NODES, "agent-ubuntu2404") == "docker://registry.example.com/nodes/agent-ubuntu2404:1.2"
+    assert (
+        choose_image(NODES, "agent-ubuntu2404-nvidia")
+        == "docker://registry.example.com/nodes/agent-ubuntu2404-nvidia:1.2"
+    )
     named = replace(NODES, name="oci:/srv/image:1")
-    assert choose_image(named, nvidia=True) == "oci:/srv/image:1"
+    assert choose_image(named, "agent-ubuntu2404-nvidia") == "oci:/srv/image:1"
 
 
 def test_an_image_is_pinned(source: Host) -> None:
