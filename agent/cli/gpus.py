@@ -43,15 +43,10 @@ class Entry(Struct, frozen=True, rename="camel"):
     """False if some processes could not be searched: then there may be more users."""
 
 
-def run_holders(options: argparse.Namespace, reconciler: Reconciler) -> int:
-    """Print who has a GPU open."""
-    say(detach.holders(options.address, reconciler))
-    return 0
-
-
-def run_forget(options: argparse.Namespace, reconciler: Reconciler) -> int:
-    """Acknowledge that GPUs are gone for good."""
-    say(detach.forget(options.address, reconciler))
+def run_lines(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Print who has a GPU open, or acknowledge that GPUs are gone for good."""
+    work = detach.holders if options.subcommand == "holders" else detach.forget
+    say(work(options.address, reconciler))
     return 0
 
 

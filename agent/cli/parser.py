@@ -322,7 +322,7 @@ COMMANDS = {
         configuration=SAVES,
     ),
     "gpus forget": Command(
-        "gpus:run_forget",
+        "gpus:run_lines",
         "acknowledge that a lost GPU is gone for good",
         "GPUsComplete then no longer reports a GPU that left the PCI bus without `gpus detach`. Without an address: "
         "all lost GPUs, and also damage to the record of granted GPUs.",
@@ -331,7 +331,7 @@ COMMANDS = {
         changes=True,
     ),
     "gpus holders": Command(
-        "gpus:run_holders",
+        "gpus:run_lines",
         "list the processes that have a GPU open, with machine, pod and container",
         "Without an address: all GPUs.",
         GPU_OR_ALL,
