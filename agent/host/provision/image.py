@@ -29,9 +29,6 @@ LAYOUT = re.compile(r"oci:(?P<directory>/[^:]*)(:.*)?")
 name in a registry."""
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 """Go's name of each architecture, by the kernel's name."""
-BASELINES = {"amd64": (None, "", "v1"), "arm64": (None, "", "v8")}
-"""By architecture: the variants of an image that each processor of this architecture can run. None stands for an image
-for which the index names no variant."""
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 SAFE_UMOCI = (0, 4, 7)
 """The first safe version. An image can make earlier ones write anywhere on the host (CVE-2021-29136)."""
@@ -151,11 +148,11 @@ def _digest_for(architecture: str, name: str, index: dict[str, Any]) -> str:
         return platform.get("os"), platform.get("architecture"), platform.get("variant"), digest
 
     found = objects(name, index, "manifests", entry)
-    fitting = [(variant, digest) for *platform, variant, digest in found if platform == ["linux", architecture]]
-    # As containerd and skopeo do, prefer a variant that every processor of the architecture runs, even if another
-    # variant comes first in the list.
-    baseline = [digest for variant, digest in fitting if variant in BASELINES[architecture]]
-    digest = next(iter((*baseline, *(digest for _, digest in fitting))), "")
+    fitting = [
+        (str(variant or ""), digest) for *platform, variant, digest in found if platform == ["linux", architecture]
+    ]
+    # As containerd and skopeo do, prefer what every processor of the architecture runs: no variant, or the lowest (v1).
+    _, digest = min(fitting, key=lambda each: each[0], default=("", ""))
     if not DIGEST.fullmatch(digest):
         # Do not list entries for unknown/unknown: these are attestations, which BuildKit adds to an index.
         listed = ", ".join(sorted({f"{system}/{cpu}" for system, cpu, *_ in found if cpu and cpu != "unknown"}))
