@@ -128,24 +128,18 @@ def test_the_reset_of_the_last_node_leaves_the_drivers_to_a_machine_that_keeps_i
 
 def test_a_stopped_machine_that_was_removed_keeps_its_settings_as_long_as_it_is_enabled(two_machines: Host) -> None:
     """Whoever made the machine: without the settings, the template's -U would apply when the host boots."""
-    link = f"/etc/systemd/system/machines.target.wants/{machine_unit(SECOND)}"
-    two_machines.link(link, "/usr/lib/systemd/system/systemd-nspawn@.service")
-    process(two_machines, NEW).reconcile()
-    two_machines.bus.unit(machine_unit(SECOND), "inactive", stopped_at=1)
-    removed = process(two_machines, OLD)
-    removed.reconcile()
-    assert has_settings(two_machines, SECOND)
-    two_machines.remove(link)
-    removed.reconcile()
-    assert not two_machines.exists(nspawn_file(SECOND))
-
-
-def test_the_command_for_a_masked_machine_that_was_removed_unmasks_it_first(two_machines: Host) -> None:
-    """systemd ignores a masked unit that it should disable, and succeeds, so the settings would always stay."""
     unit = machine_unit(SECOND)
     link = f"/etc/systemd/system/machines.target.wants/{unit}"
     two_machines.link(link, "/usr/lib/systemd/system/systemd-nspawn@.service")
     process(two_machines, NEW).reconcile()
     two_machines.bus.unit(unit, "inactive", load="masked", stopped_at=1)
     _, planned, _ = process(two_machines, OLD).preview()
+    # systemd ignores a masked unit that it should disable, and succeeds, so the settings would always stay.
     assert f"`systemctl unmask {unit} && machinectl disable {SECOND}` ends that" in planned.held[SECOND]
+    two_machines.bus.unit(unit, "inactive", stopped_at=1)
+    removed = process(two_machines, OLD)
+    removed.reconcile()
+    assert has_settings(two_machines, SECOND)
+    two_machines.remove(link)
+    removed.reconcile()
+    assert not two_machines.exists(nspawn_file(SECOND))

@@ -6,6 +6,7 @@ The host is the one of tests/fakes/gpu_host.py: recorded names and links, everyt
 import errno
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from msgspec.structs import replace
@@ -88,6 +89,36 @@ def test_the_same_driver_with_new_times_is_the_same_driver(host: Host) -> None:
         assert reconciler(host).reconcile().actions == (), "it is not compared again"
     assert host.entries(TREES) == ("0",)
     assert condition(reconciler(host).reconcile(), ConditionType.DRIVER_ROOT_STAGED).status == "True"
+
+
+class OpeningHost(Host):
+    """A host that records which files of driver roots were opened."""
+
+    opened: list[str]
+
+    def open_public(self, real_path: str) -> BinaryIO:
+        if real_path.startswith(TREES):
+            self.opened.append(real_path)
+        return super().open_public(real_path)
+
+
+@pytest.mark.parametrize("content", ["the same", "another"])
+def test_reinstalled_files_are_compared_once(tmp_path: Path, content: str) -> None:
+    """This holds even if another driver was found and cannot be staged."""
+    host = OpeningHost(tmp_path, runner=RunnerThatClears(tmp_path))
+    host.opened = []
+    set_up(host)
+    start_machine(host)
+    reinstall(host, 1_800_000_000)
+    if content == "another":
+        repair(host)
+    reconciler(host).preview()
+    assert host.opened
+    if content == "the same":
+        reconciler(host).reconcile()
+    host.opened.clear()
+    reconciler(host).preview()
+    assert host.opened == []
 
 
 def test_another_content_of_the_same_size_is_another_driver(host: Host) -> None:

@@ -74,7 +74,7 @@ def calls_of_a_pass(host: Host, names: list[str]) -> int:
 
 @pytest.mark.parametrize(
     ("enlarge", "sizes"),
-    [(gpus, (4, 8, 16)), (machines, (4, 8, 16)), (libraries, (50, 100, 200))],
+    [(gpus, (4, 12)), (machines, (4, 12)), (libraries, (50, 150))],
     ids=["GPUs", "machines", "libraries"],
 )
 def test_a_pass_grows_linearly_at_most(

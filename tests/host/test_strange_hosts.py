@@ -344,15 +344,24 @@ def test_settings_that_could_not_be_updated_return_no_permission(gpu_host: Host,
     assert "/dev/fuse" in second, "somebody else has permitted this"
 
 
-@pytest.mark.parametrize("unseen", ["record", "unit"])
-def test_one_failed_look_at_a_running_machine_forgets_no_withdrawn_node(gpu_host: Host, unseen: str) -> None:
-    """The handoff lists such nodes. A second one without them is not the one that the machine has answered."""
+@pytest.mark.parametrize(
+    ("unseen", "draining"), [("record", False), ("unit", False), ("record", True)], ids=["record", "unit", "draining"]
+)
+def test_one_failed_look_at_a_running_machine_forgets_nothing(gpu_host: Host, unseen: str, draining: bool) -> None:
+    """The handoff lists withdrawn nodes. A second one without them is not the one that the machine has answered.
+
+    The settings have the permission of a GPU that is drained too: a daemon-reload would withdraw it otherwise.
+    """
     running(gpu_host)
-    agent = reconciler(gpu_host, gpus=[FIRST])
+    if draining:
+        gpu_host.symlink(f"/sys/bus/pci/devices/{SECOND}", "../../../devices/pci0000:00")
+        assert record_detached(gpu_host, SECOND, draining=True)
+    agent = reconciler(gpu_host, gpus="all" if draining else [FIRST])
     for _ in range(3):
         assert agent.reconcile().failures == ()
-    handed = gpu_host.read(handoff_file(MACHINE))
+    handed, drop_in = gpu_host.read(handoff_file(MACHINE)), gpu_host.read(unit_drop_in(MACHINE))
     assert "/dev/nvidia1" in parse_handoff(handed).withdrawn
+    assert (b"DeviceAllow=/dev/char/195:1 rw\n" in drop_in) == draining
     if unseen == "record":
         path = live_file(MACHINE)
         gpu_host.failing[path] = OSError(5, "Input/output error", path)
@@ -361,20 +370,4 @@ def test_one_failed_look_at_a_running_machine_forgets_no_withdrawn_node(gpu_host
     outcome = agent.reconcile()
     assert (outcome.failures, outcome.actions) == ((), ())
     assert conditions(outcome)[ConditionType.DEVICES_ALLOWED].status is Status.UNKNOWN
-    assert gpu_host.read(handoff_file(MACHINE)) == handed
-
-
-def test_one_failed_look_at_a_running_machine_takes_no_permission_that_is_drained(gpu_host: Host) -> None:
-    """Its settings have the permission too: a daemon-reload would withdraw it otherwise."""
-    running(gpu_host)
-    gpu_host.symlink(f"/sys/bus/pci/devices/{SECOND}", "../../../devices/pci0000:00")
-    assert record_detached(gpu_host, SECOND, draining=True)
-    agent = reconciler(gpu_host)
-    for _ in range(3):
-        assert agent.reconcile().failures == ()
-    drop_in = gpu_host.read(unit_drop_in(MACHINE))
-    assert b"DeviceAllow=/dev/char/195:1 rw\n" in drop_in
-    path = live_file(MACHINE)
-    gpu_host.failing[path] = OSError(5, "Input/output error", path)
-    assert agent.reconcile().actions == ()
-    assert gpu_host.read(unit_drop_in(MACHINE)) == drop_in
+    assert (gpu_host.read(handoff_file(MACHINE)), gpu_host.read(unit_drop_in(MACHINE))) == (handed, drop_in)

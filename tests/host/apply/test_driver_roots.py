@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from msgspec.structs import replace
 
 from agent.host.apply.driver_roots import stage
-from agent.host.observe.driver_roots import observe_staged
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError
 from agent.model.facts import Library, StagedRoot
@@ -129,13 +127,3 @@ def test_only_regular_files_that_everybody_can_read_are_opened(tmp_path: Path) -
     with pytest.raises(FileNotFoundError):
         system.open_public("/real/none")
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_the_manifest_names_the_drivers_location(host: Host) -> None:
-    host.file(SOURCE, "library")
-    library = Library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
-    root = StagedRoot(0, "nvidia", VERSION, (library,), place="NixOS")
-    stage(root, host)
-    (found,) = observe_staged(host).roots
-    assert (found, found.place) == (root, "NixOS")
-    assert replace(root, place="") == root, "what it is does not depend on it"

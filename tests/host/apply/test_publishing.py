@@ -33,6 +33,7 @@ from agent.model.paths import (
     mount_unit,
 )
 from tests.fakes.driver_generations import NEWER, RunnerThatClears, condition, driver_root, start_machine, upgrade
+from tests.fakes.faults import Fault, FaultyHost, KilledError
 from tests.fakes.gpu_host import MACHINE, VERSION, reconciler, set_up, units
 from tests.fakes.host import Host
 
@@ -300,44 +301,23 @@ def test_a_driver_root_in_use_is_not_unmounted(host: Host) -> None:
 # ---- killed at any step
 
 
-class KilledError(BaseException):
-    """Acts like SIGKILL: no handler on the way catches it."""
-
-
-class Killed(Host):
-    """A host that is killed before a change of its disk or units, by the change's number."""
-
-    left = 10**9
-
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise KilledError
-
-    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        self._count()
-        super().write(path, content, mode)
+class Killed(FaultyHost):
+    """Links and units are steps too."""
 
     def link(self, path: str, target: str) -> None:
-        # Nobody reads an incomplete copy.
-        if not path.startswith(STAGING):
-            self._count()
-        super().link(path, target)
-
-    def rename(self, old: str, new: str) -> None:
-        self._count()
-        super().rename(old, new)
-
-    def remove(self, path: str) -> None:
-        self._count()
-        super().remove(path)
+        if path.startswith(STAGING):
+            # Nobody reads an incomplete copy.
+            super().link(path, target)
+        else:
+            self.step(lambda: super(Killed, self).link(path, target))
 
     def call(
         self, service: str, path: str, method: str, *arguments: object, signature: str = "", timeout: float = 1.0
     ) -> tuple[object, ...]:
-        if method.endswith("Unit"):
-            self._count()
-        return super().call(service, path, method, *arguments, signature=signature, timeout=timeout)
+        def answer() -> tuple[object, ...]:
+            return super(Killed, self).call(service, path, method, *arguments, signature=signature, timeout=timeout)
+
+        return self.step(answer) if method.endswith("Unit") else answer()
 
 
 def killed_everywhere(tmp_path: Path, prepare: str, step: int) -> tuple[Host, bool]:
@@ -354,7 +334,7 @@ def killed_everywhere(tmp_path: Path, prepare: str, step: int) -> tuple[Host, bo
         reconciler(host).reconcile()
         host.bus.mounts.no_overlay = prepare == "put back"
         host.bus.mounts.failed.clear()
-    host.left = step
+    host.fault = Fault("kill before", step)
     try:
         match prepare:
             case "stage":
@@ -369,24 +349,25 @@ def killed_everywhere(tmp_path: Path, prepare: str, step: int) -> tuple[Host, bo
     except KilledError:
         return host, True
     finally:
-        host.left = 10**9
+        host.fault = None
         host.bus.mounts.no_overlay = False
         host.bus.mounts.failed.clear()
     return host, False
 
 
-@pytest.mark.parametrize("boots", [False, True], ids=["goes on", "boots"])
 @pytest.mark.parametrize("what", ["stage", "protect", "put back", "remove"])
-def test_wherever_a_pass_is_killed_the_next_one_resumes(tmp_path: Path, what: str, boots: bool) -> None:
+def test_wherever_a_pass_is_killed_the_next_one_resumes(tmp_path: Path, what: str) -> None:
+    """After every second change, the host reboots. The fault suite does both after each writing call."""
     step, killed = 0, True
     while killed:
         host, killed = killed_everywhere(tmp_path, what, step)
-        if boots:
+        if step % 2:
             host.bus.mounts.boot()
         reconciler(host).reconcile()
         outcome = reconciler(host).reconcile()
         where = f"killed before change {step} of {what}"
         assert (outcome.failures, staged(outcome)) == ((), (Status.TRUE, "Staged")), where
+        assert (reconciler(host).preview()[2].actions, host.entries(STAGING)) == ((), ()), where
         (index,) = host.entries(TREES)
         assert driver_root(host) == f"/run/host-nvidia/{index}", where
         assert host.entries(MANIFESTS) == (f"{index}.json",), where

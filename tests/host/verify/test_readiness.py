@@ -21,6 +21,7 @@ from agent.model.facts import (
     MachineFacts,
     MountSource,
     Report,
+    Seen,
     Unseen,
     VendorFacts,
 )
@@ -77,23 +78,22 @@ def held(machine: MachineFacts, why: str) -> list[Condition]:
     return [each for each in found if each.type is not ConditionType.GPUS_COMPLETE]
 
 
-@pytest.mark.parametrize("root", [Absent("not there"), Broken("a link")])
-def test_a_machine_without_a_root_is_said_to_be_missing(root: Absent | Broken) -> None:
+ROOT = "/var/lib/machines/gpu-node"
+
+
+@pytest.mark.parametrize(
+    ("root", "missing"),
+    [(Absent("not there"), True), (Broken("a link"), True), (ROOT, False), (Unseen("permission denied"), False)],
+)
+def test_a_machine_that_is_held_is_unknown_and_one_without_a_root_missing(root: Seen[str], missing: bool) -> None:
     """False, for Ready and for MachineRunning: nothing more has to be observed."""
-    found = {each.type: each for each in held(MachineFacts(MACHINE, root, "inactive"), root.why)}
+    found = {each.type: each for each in held(MachineFacts(MACHINE, root, "active"), "why")}
     assert set(found) == set(ConditionType) - {ConditionType.GPUS_COMPLETE}
     false_ones = {kind for kind, each in found.items() if each.status is Status.FALSE}
-    assert false_ones == {ConditionType.MACHINE_RUNNING, ConditionType.READY}
-    assert {each.reason for each in found.values()} == {Reason.NO_SUCH_MACHINE}
-    assert {each.message for each in found.values()} == {root.why}
-
-
-@pytest.mark.parametrize("root", ["/var/lib/machines/gpu-node", Unseen("permission denied")])
-def test_a_machine_that_is_held_for_another_reason_is_unknown(root: str | Unseen) -> None:
-    found = held(MachineFacts(MACHINE, root, "active"), "/dev: Input/output error")
-    assert sorted(each.type for each in found) == sorted(set(ConditionType) - {ConditionType.GPUS_COMPLETE})
-    assert {each.status for each in found} == {Status.UNKNOWN}
-    assert {each.reason for each in found} == {Reason.OBSERVATION_FAILED}
+    assert false_ones == ({ConditionType.MACHINE_RUNNING, ConditionType.READY} if missing else set())
+    reason = Reason.NO_SUCH_MACHINE if missing else Reason.OBSERVATION_FAILED
+    assert {each.reason for each in found.values()} == {reason}
+    assert {each.message.removeprefix("DriverLoaded: ") for each in found.values()} == {"why"}
 
 
 SECOND = "/dev/char/195:1"
