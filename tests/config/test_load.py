@@ -161,11 +161,16 @@ def test_a_file_below_a_directory_of_others_is_refused(host: Host, owner: tuple[
         host.owners.clear()
 
 
-def test_the_files_of_a_link_farm_are_accepted(host: Host) -> None:
-    """NixOS has such files: root's, in a directory that is sticky and group-writable."""
+@pytest.mark.parametrize("name", [".#b.toml", ".ansible_tmpx3kdb.toml"])
+def test_link_farms_are_accepted_and_hidden_files_are_no_settings(host: Host, name: str) -> None:
+    """NixOS has the former: root's, in a directory that is sticky and group-writable.
+
+    While somebody edits b.toml, Emacs has a dangling link next to it.
+    """
     host.file("/nix/store/a.toml", "[machines.a]\n")
     host.symlink(CONFIG_FILE, "/nix/store/a.toml")
     host.owners["/nix/store"] = (0o1775, 0, 30000)
+    host.symlink(f"{CONFIG_DIRECTORY}/{name}", "root@host.123")
     assert list(load_config(host).machines) == ["a"]
 
 
@@ -205,14 +210,6 @@ def test_a_directory_that_cannot_be_read_does_not_remove_its_machines(host: Host
         host.symlink(CONFIG_DIRECTORY, "/srv/shared/config.d")
     with pytest.raises(ConfigError, match=f"cannot read .*{CONFIG_DIRECTORY}: N"):
         load_config(host)
-
-
-@pytest.mark.parametrize("name", [".#b.toml", ".ansible_tmpx3kdb.toml"])
-def test_hidden_files_of_editors_and_programs_are_no_settings(host: Host, name: str) -> None:
-    """While somebody edits b.toml, Emacs has a dangling link next to it."""
-    host.file(CONFIG_FILE, "[machines.a]\n")
-    host.symlink(f"{CONFIG_DIRECTORY}/{name}", "root@host.123")
-    assert list(load_config(host).machines) == ["a"]
 
 
 def test_a_pci_address_as_tools_print_it(tmp_path: Path) -> None:

@@ -386,13 +386,13 @@ def test_nothing_is_removed_while_the_driver_is_unseen() -> None:
     found = with_handoff(seen(OLD, NEW, module=NEWER), NEW)
     (vendor,) = found.vendors
     assert vendor.driver is not None
-    for driver in (
-        replace(vendor.driver, user_space=UserSpace(NEWER, Unseen("time limit"))),
-        replace(vendor.driver, user_space=UserSpace(NEWER, Broken("half unpacked"))),
-        replace(vendor.driver, module_version=Unseen("time limit")),
+    for unseen in (
+        replace(vendor, driver=replace(vendor.driver, user_space=UserSpace(NEWER, Unseen("time limit")))),
+        replace(vendor, driver=replace(vendor.driver, user_space=UserSpace(NEWER, Broken("half unpacked")))),
+        replace(vendor, driver=replace(vendor.driver, module_version=Unseen("time limit"))),
+        replace(vendor, devices=Unseen("time limit")),
     ):
-        assert removed(replace(found, vendors=(replace(vendor, driver=driver),))) == []
-    assert removed(replace(found, vendors=(replace(vendor, devices=Unseen("time limit")),))) == []
+        assert removed(replace(found, vendors=(unseen,))) == []
 
 
 def test_a_failed_removal_is_a_problem_but_not_a_failure(host: Host) -> None:

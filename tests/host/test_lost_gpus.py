@@ -24,6 +24,7 @@ from tests.fakes.clock import Clock
 from tests.fakes.detach_site import FAST, Site
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
+from tests.fakes.reports import condition
 
 FIRST, SECOND, THIRD = "0000:01:00.0", "0000:02:00.0", "0000:03:00.0"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -37,12 +38,11 @@ def evaluate(agent: Reconciler) -> MachineOutcome:
 
 
 def complete(machine: MachineOutcome) -> tuple[Status, str]:
-    found = next(each for each in machine.conditions if each.type is ConditionType.GPUS_COMPLETE)
-    return found.status, found.reason
+    return condition(machine, ConditionType.GPUS_COMPLETE)
 
 
 def message(machine: MachineOutcome) -> str:
-    return next(each.message for each in machine.conditions if each.type is ConditionType.GPUS_COMPLETE)
+    return machine.condition(ConditionType.GPUS_COMPLETE).message
 
 
 def ready(machine: MachineOutcome) -> tuple[Status, str]:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from agent.host.daemon.health import View
 from agent.host.daemon.metrics import OPENMETRICS, PREFIX, TEXT, VERSIONS, Metrics, without_evidence
 from agent.host.daemon.wakeups import Tally
-from agent.host.reconcile import MachineOutcome, Outcome
+from agent.host.reconcile import MachineOutcome
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import (
@@ -241,9 +241,27 @@ def test_a_mismatch_needs_two_known_versions(module: Seen[str], library: Seen[st
     assert value(scrape(view_of(READY, vendor=driver)), "driver_version_mismatch", vendor="nvidia") == mismatch
 
 
+RESULTS = [
+    (outcome(READY), "converged"),
+    (replace(outcome(READY), actions=(Done("write", "write /a (1 bytes)"),)), "changed"),
+    (outcome(READY, failures=("no",)), "partial"),
+    (outcome(READY, vendor=replace(VENDOR, devices=Unseen("time limit"))), "partial"),
+    (outcome(READY, vendor=replace(VENDOR, devices=Absent("no driver"))), "converged"),
+    (None, "failed"),
+]
+
+
 def test_counters_start_at_zero_and_add_up() -> None:
+    results = ("converged", "changed", "partial", "failed")
+    for ended, result in RESULTS:
+        metrics = Metrics()
+        assert value(scrape(view_of(READY), metrics), "reconcile_total", result=result) == 0
+        metrics.passed(ended, 0.2)
+        samples = scrape(view_of(READY), metrics)
+        assert [value(samples, "reconcile_total", result=each) for each in results] == [
+            each == result for each in results
+        ]
     metrics = Metrics()
-    assert value(scrape(view_of(READY), metrics), "reconcile_total", result="failed") == 0
     actions = (Done("write", "a file"), Done("write", "remove a line of /b"), Done("reload", "systemd's units"))
     metrics.passed(replace(outcome(READY), actions=actions), 0.2)
     metrics.passed(outcome(READY, failures=("no", "neither")), 0.01)
@@ -255,27 +273,6 @@ def test_counters_start_at_zero_and_add_up() -> None:
     assert value(samples, "config_reloads_total", result="failed") == 1
     assert value(samples, "reconcile_duration_seconds_count") == 2
     assert [value(samples, "reconcile_duration_seconds_bucket", le=le) for le in ("0.1", "0.5")] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("ended", "result"),
-    [
-        (outcome(READY), "converged"),
-        (replace(outcome(READY), actions=(Done("write", "write /a (1 bytes)"),)), "changed"),
-        (outcome(READY, failures=("no",)), "partial"),
-        (outcome(READY, vendor=replace(VENDOR, devices=Unseen("time limit"))), "partial"),
-        (outcome(READY, vendor=replace(VENDOR, devices=Absent("no driver"))), "converged"),
-        (None, "failed"),
-    ],
-)
-def test_results(ended: Outcome | None, result: str) -> None:
-    metrics = Metrics()
-    metrics.passed(ended, 0.2)
-    samples = scrape(view_of(READY), metrics)
-    results = ("converged", "changed", "partial", "failed")
-    assert {each: value(samples, "reconcile_total", result=each) for each in results} == {
-        each: each == result for each in results
-    }
 
 
 def test_both_formats_hold_the_same() -> None:
