@@ -236,9 +236,11 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: _Out
     # not reload a service that is still starting, and such a service may already have read the older configuration: so
     # wait until it has started.
     system, deadline = provisioner.system, time.monotonic() + PASS_WAIT
-    while (state := observe_units([SERVICE], system)[SERVICE].state) == "activating" and time.monotonic() < deadline:
+    while (
+        unit := observe_units([SERVICE], system)[SERVICE]
+    ).unit_state == "activating" and time.monotonic() < deadline:
         time.sleep(SERVICE_POLL)
-    if state in ("active", "reloading"):
+    if unit.unit_state in ("active", "reloading"):
         system.run("systemctl", "reload", SERVICE, timeout=RELOAD_LIMIT)
     else:
         output.remark(f"{SERVICE} is not running, so nothing follows changes: run `systemctl enable --now {SERVICE}`")

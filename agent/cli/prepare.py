@@ -10,7 +10,7 @@ from agent.config.load import load_or_last_good
 from agent.host.reconcile import Outcome, Reconciler
 from agent.host.state.gpus import observe_gpus
 from agent.host.state.locks import pass_lock
-from agent.host.state.records import clear_report, mark_start, render_handed
+from agent.host.state.records import HANDED, Handed, clear_report, mark_start
 from agent.host.vendors import load_gpu_modules
 from agent.model.errors import ConfigChangedError
 from agent.model.facts import Absent, Unseen, render_live
@@ -79,7 +79,7 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         # Clear the record of the driver roots that the machine's previous run used. Its containers have ended, so these
         # roots may be removed now. If the record cannot be written, because the disk is full, the roots are kept.
         with suppress(OSError):
-            system.write(handed_roots_file(name), render_handed(()))
+            system.write(handed_roots_file(name), HANDED.render(Handed(())))
 
     def without_driver() -> tuple[str, str]:
         """Return the machine's granted GPUs that no driver is bound to, or that have no device node yet."""

@@ -42,7 +42,7 @@ class DeviceAllow(Struct, frozen=True):
 class Library(Struct, frozen=True, order=True):
     """One driver library or companion file of a driver root."""
 
-    target: str
+    target: Annotated[str, Meta(min_length=1)]
     """Relative path below the driver root, such as `usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01`."""
     source: str
     """Absolute real path on the host (no symbolic link in it); empty for a link."""
@@ -59,12 +59,12 @@ UNSTAGED = -1
 """Index of a driver root that is not on disk yet, until the plan gives it an index of its own."""
 
 
-class StagedRoot(Struct, frozen=True, eq=False):
+class StagedRoot(Struct, frozen=True, eq=False, omit_defaults=True):
     """One driver root. In facts, it is complete and on disk; in a goal, it may still have to be staged."""
 
-    index: int
+    index: Annotated[int, Meta(ge=0)]
     vendor: str
-    version: str
+    version: str = field(name="driver_version")
     files: tuple[Library, ...]
     place: str = ""
     """Name of the place on the host from which the files were copied; empty if that was not recorded. Not compared."""
@@ -103,12 +103,16 @@ class Placement(Struct, frozen=True):
     """The root complex, such as `pci0000:00`."""
 
 
-class Tainted(Struct, frozen=True):
+class Taint(Struct, frozen=True, omit_defaults=True):
     """A GPU that is detached or being detached. New pods must not get it."""
 
     evict: bool
     """Whether pods that have the GPU are evicted."""
     since: float
+    detached: bool = False
+    """False if the GPU is only tainted so far: machines still have it."""
+    draining: bool = False
+    """The GPU is detached, but processes may still use it until the last of them has exited."""
 
 
 class GpuFacts(Struct, frozen=True):
@@ -116,7 +120,7 @@ class GpuFacts(Struct, frozen=True):
 
     faults: Mapping[str, GpuFault] = field(default_factory=dict)
     """Fatal errors, until the GPU's driver is unbound or an administrator attaches the GPU."""
-    tainted: Mapping[str, Tainted] = field(default_factory=dict)
+    tainted: Mapping[str, Taint] = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Observed only if a machine uses Dynamic Resource Allocation."""
 
@@ -421,31 +425,37 @@ class Report(Struct, frozen=True):
     """Conditions that this release does not know, such as `NewCheck=False (Failed)`: a newer machine half's."""
 
 
-class MachineFacts(Struct, frozen=True):
-    """What the host sees of one machine. The host never follows a path in the machine's root file system."""
+class Unit(Struct, frozen=True):
+    """The current state of one unit."""
+
+    unit_state: Seen[str]
+    """ActiveState."""
+    path: str = ""
+    """Path of the unit's object on the bus."""
+    restarts: bool = False
+    """The unit is a service that has ended, and systemd waits before it starts the service again."""
+    starts: bool = False
+    """A start of the unit is queued or under way. Until unbounded-agent-prepare@ has ended, a machine's unit is
+    inactive."""
+    unit_needs_reload: bool = False
+    """Its files changed since systemd read them (NeedDaemonReload)."""
+    masked: bool = False
+    """The unit is masked. It may still run, or be stopping."""
+    has_run: bool = False
+    """The unit is not active, and since the host booted it has stopped, failed to start, or had a start cancelled. Also
+    True if it is masked and inactive. If `has_run` is True and `unit_state` is `inactive`, somebody stopped it."""
+    device_allow: tuple[DeviceAllow, ...] = ()
+    """The DeviceAllow= list in force, from all files and set-property."""
+
+
+class MachineFacts(Unit, frozen=True, kw_only=True):
+    """What the host sees of one machine and its unit. It never follows a path in the machine's root file system."""
 
     name: str
     root: Seen[str]
     """Path of the machine's root directory; Unseen for users without access to /var/lib/machines (mode 0700)."""
-    unit_state: Seen[str]
-    """ActiveState."""
     kept_from_boot_by: str = ""
     """The command after which the machine no longer starts whenever the host boots; empty if it does not do so now."""
-    masked: bool = False
-    """The machine's unit is masked. The machine may still run, or be stopping."""
-    starts: bool = False
-    """A start of the machine's unit is queued or under way. Until unbounded-agent-prepare@ has ended, the unit is
-    inactive."""
-    restarts: bool = False
-    """The machine has ended, and systemd waits before it starts it again."""
-    has_run: bool = False
-    """The machine's unit is not active, and since the host booted it has stopped, failed to start, or had a start
-    cancelled. Also True if the unit is masked and inactive. If `has_run` is True and `unit_state` is `inactive`,
-    somebody stopped the machine."""
-    unit_needs_reload: bool = False
-    """Its files changed since systemd read them (NeedDaemonReload)."""
-    device_allow: tuple[DeviceAllow, ...] = ()
-    """DeviceAllow= of the machine's unit in systemd, including entries from files that the agent did not write."""
     granted: Seen[Granted] = Absent("nothing was granted to it yet")
     granted_age: float = 0.0
     """Seconds since it was last published, changed or not."""
@@ -484,7 +494,26 @@ class MachineFacts(Struct, frozen=True):
         return self.granted.gpus if isinstance(self.granted, Granted) else ()
 
 
-class Facts(Struct, frozen=True):
+class StagedFacts(Struct, frozen=True, kw_only=True):
+    """The driver roots on disk."""
+
+    staged: tuple[StagedRoot, ...] = ()
+    next_driver_root_index: int = 0
+    """Index for the next driver root: above all indices in use or, if no index is left there, the lowest free one."""
+    corrupt_roots: tuple[int, ...] = ()
+    """Indices of driver roots that are incomplete or have no usable manifest; empty if a manifest could not be read."""
+    plain_roots: tuple[int, ...] = ()
+    """Indices of driver roots that are plain directories: the root user of one machine can change them for all."""
+    roots_mounted: bool = False
+    """HOST_NVIDIA is mounted, so published driver roots are mounts inside it."""
+    stale_staging: tuple[str, ...] = ()
+    """Directories that an interrupted staging or removal of a driver root left."""
+    staged_unseen: str = ""
+    """Why some driver roots could not be observed; empty if all were."""
+    staged_problems: tuple[str, ...] = ()
+
+
+class Facts(StagedFacts, frozen=True):
     """Everything that one pass observed on the host."""
 
     architecture: str
@@ -493,22 +522,8 @@ class Facts(Struct, frozen=True):
     """DeviceAllow= entries of the installed systemd-nspawn@.service, in order. Without this unit no machine starts."""
     vendors: tuple[VendorFacts, ...]
     machines: tuple[MachineFacts, ...]
-    staged: tuple[StagedRoot, ...] = ()
-    next_driver_root_index: int = 0
-    """Index for the next driver root: above all indices in use or, if no index is left there, the lowest free one."""
-    corrupt_roots: tuple[int, ...] = ()
-    """Indices of unusable driver roots: incomplete, or without a manifest."""
-    plain_roots: tuple[int, ...] = ()
-    """Indices of driver roots that are plain directories: the root user of one machine can change them for all."""
     mounting_failed: bool = False
     """The last attempt to mount HOST_NVIDIA, inside which driver roots are mounted, failed."""
-    stale_staging: tuple[str, ...] = ()
-    """Directories that an interrupted staging or removal of a driver root left."""
-    staged_unseen: str = ""
-    """Why the driver roots could not be listed; empty if they could."""
-    time_records: Mapping[str, bytes] = field(default_factory=dict)
-    """Files to write, which record newer times of host files whose content is still as staged."""
-    staged_problems: tuple[str, ...] = ()
     remembered: Seen[Remembered] = Unseen("the record of granted GPUs was not read")
     draining: frozenset[str] = frozenset()
     """PCI addresses of detached GPUs that processes may still use."""

@@ -19,113 +19,6 @@ from agent.model.facts import (
 from agent.model.handoff import OTHER_DEVICES, Handoff, Variable
 from agent.model.text import one_line
 
-
-class Share(Struct, frozen=True):
-    """What limits one machine's choice of GPUs, as PCI addresses."""
-
-    taken: frozenset[str] = frozenset()
-    """GPUs that the settings of any machine name, and GPUs that other machines have, unless those machines request
-    `all`. A machine with `count=N` gets none of these GPUs. Machines with other settings may share them."""
-    current: frozenset[str] = frozenset()
-    """GPUs that the machine has now. With `count=N`, it keeps up to N of them."""
-    draining: frozenset[str] = frozenset()
-    """The detached GPUs in `current`. A new grant does not have them, but processes may use them until they exit."""
-    reserved: Mapping[str, str] = field(default_factory=dict)
-    """GPUs kept for other machines: those with an internal error and, with `count=N`, those that keep their settings
-    although they are no longer configured. The values complete "GPU X is ..."."""
-
-
-class DriverRoots(Struct, frozen=True):
-    """The driver roots from which a vendor chooses one for a machine."""
-
-    staged: tuple[StagedRoot, ...]
-    current: int | None = None
-    """Index of the one that the machine's current handoff names."""
-
-
-class Grant(Struct, frozen=True):
-    """What one machine gets of one vendor."""
-
-    vendor: str
-    gpus: tuple[str, ...] = ()
-    nodes: tuple[DeviceNode, ...] = ()
-    driver_files: bool = True
-    """Whether the vendor's GPUs are useless without user-space files of the host."""
-    driver_root: StagedRoot | None = None
-    """The root with those files; None if the machine can use none now."""
-    waiting_root: StagedRoot | None = None
-    """The root for newly installed files; the machine has `driver_root` until the kernel module is reloaded."""
-    detached: tuple[str, ...] = ()
-    """PCI addresses of detached GPUs that would be granted otherwise."""
-    services: tuple[str, ...] = ()
-    """Names of daemons whose sockets the machine may use, whether they run or not."""
-    directories: tuple[ServiceDirectory, ...] = ()
-    """Socket directories of those daemons in `services` that are running."""
-    cdi_modes: tuple[str, ...] = ()
-    cdi_hooks: tuple[str, ...] = ()
-    environment: tuple[Variable, ...] = ()
-    fabric_cause: str | None = ""
-    """What the GPUs' fabric and persistence mode depend on, in words: services and kernel modules. None if it could not
-    be observed."""
-    problems: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    """Requested devices of other kinds that are missing, in words. Everything else is granted without them."""
-
-
-def gpu_nodes(grants: Iterable[Grant]) -> frozenset[str]:
-    """Return the paths of the GPUs' nodes, which machines get read-only.
-
-    A read-only node can still be opened for writing. But a pod, which is given a bind of the machine's node, cannot
-    change the mode and owner of the host's node. The nodes of other devices are bound writable, because some programs
-    change their owner: KubeVirt, for example, changes the owner of /dev/net/tun.
-    """
-    return frozenset(node.path for grant in grants if grant.vendor != OTHER_DEVICES for node in grant.nodes)
-
-
-class OwnedFile(Struct, frozen=True):
-    """A file that only this agent writes."""
-
-    path: str
-    content: bytes
-    mode: int = 0o644
-
-
-class MachineGoal(Struct, frozen=True):
-    """One machine's files on the host, and the handoff for its machine half."""
-
-    name: str
-    grants: tuple[Grant, ...]
-    nspawn: OwnedFile
-    drop_in: OwnedFile
-    handoff: Handoff
-    handoff_file: OwnedFile
-    granted: Granted
-    live: LiveSettings
-    """The settings that the machine will have when it runs with this goal."""
-    missing: tuple[str, ...] = ()
-    """Mounts whose source is missing or must not be mounted, in words."""
-
-    @property
-    def generation(self) -> str:
-        """The handoff's. Computing it again would take longer than the rest of the plan."""
-        return self.granted.generation
-
-
-class Goal(Struct, frozen=True):
-    """Everything that this host should have."""
-
-    driver_roots: tuple[StagedRoot, ...]
-    machines: tuple[MachineGoal, ...]
-    waiting_roots: tuple[StagedRoot, ...]
-    """Roots that no handoff names yet, because no kernel module of the root's version is loaded."""
-    remembered: Seen[Remembered]
-
-    def files(self) -> tuple[OwnedFile, ...]:
-        """Return every owned file in the order of writing: the handoffs last."""
-        settings = [file for machine in self.machines for file in (machine.nspawn, machine.drop_in)]
-        return (*settings, *(machine.handoff_file for machine in self.machines))
-
-
 # Steps from the current state to the goal. Data only: agent.host.apply.steps performs them, `plan` prints them.
 
 ActionKind: TypeAlias = Literal["write", "remove", "stage", "mount", "reload", "change"]
@@ -267,6 +160,107 @@ class Done(Struct, frozen=True):
 
     kind: ActionKind
     sentence: str
+
+
+# The goal.
+
+
+class Share(Struct, frozen=True):
+    """What limits one machine's choice of GPUs, as PCI addresses."""
+
+    taken: frozenset[str] = frozenset()
+    """GPUs that the settings of any machine name, and GPUs that other machines have, unless those machines request
+    `all`. A machine with `count=N` gets none of these GPUs. Machines with other settings may share them."""
+    current: frozenset[str] = frozenset()
+    """GPUs that the machine has now. With `count=N`, it keeps up to N of them."""
+    draining: frozenset[str] = frozenset()
+    """The detached GPUs in `current`. A new grant does not have them, but processes may use them until they exit."""
+    reserved: Mapping[str, str] = field(default_factory=dict)
+    """GPUs kept for other machines: those with an internal error and, with `count=N`, those that keep their settings
+    although they are no longer configured. The values complete "GPU X is ..."."""
+
+
+class DriverRoots(Struct, frozen=True):
+    """The driver roots from which a vendor chooses one for a machine."""
+
+    staged: tuple[StagedRoot, ...]
+    current: int | None = None
+    """Index of the one that the machine's current handoff names."""
+
+
+class Grant(Struct, frozen=True):
+    """What one machine gets of one vendor."""
+
+    vendor: str
+    gpus: tuple[str, ...] = ()
+    nodes: tuple[DeviceNode, ...] = ()
+    driver_files: bool = True
+    """Whether the vendor's GPUs are useless without user-space files of the host."""
+    driver_root: StagedRoot | None = None
+    """The root with those files; None if the machine can use none now."""
+    waiting_root: StagedRoot | None = None
+    """The root for newly installed files; the machine has `driver_root` until the kernel module is reloaded."""
+    detached: tuple[str, ...] = ()
+    """PCI addresses of detached GPUs that would be granted otherwise."""
+    services: tuple[str, ...] = ()
+    """Names of daemons whose sockets the machine may use, whether they run or not."""
+    directories: tuple[ServiceDirectory, ...] = ()
+    """Socket directories of those daemons in `services` that are running."""
+    cdi_modes: tuple[str, ...] = ()
+    cdi_hooks: tuple[str, ...] = ()
+    environment: tuple[Variable, ...] = ()
+    fabric_cause: str | None = ""
+    """What the GPUs' fabric and persistence mode depend on, in words: services and kernel modules. None if it could not
+    be observed."""
+    problems: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Requested devices of other kinds that are missing, in words. Everything else is granted without them."""
+
+
+def gpu_nodes(grants: Iterable[Grant]) -> frozenset[str]:
+    """Return the paths of the GPUs' nodes, which machines get read-only.
+
+    A read-only node can still be opened for writing. But a pod, which is given a bind of the machine's node, cannot
+    change the mode and owner of the host's node. The nodes of other devices are bound writable, because some programs
+    change their owner: KubeVirt, for example, changes the owner of /dev/net/tun.
+    """
+    return frozenset(node.path for grant in grants if grant.vendor != OTHER_DEVICES for node in grant.nodes)
+
+
+class MachineGoal(Struct, frozen=True):
+    """One machine's files on the host, and the handoff for its machine half."""
+
+    name: str
+    grants: tuple[Grant, ...]
+    nspawn: WriteFile
+    drop_in: WriteFile
+    handoff: Handoff
+    handoff_file: WriteFile
+    granted: Granted
+    live: LiveSettings
+    """The settings that the machine will have when it runs with this goal."""
+    missing: tuple[str, ...] = ()
+    """Mounts whose source is missing or must not be mounted, in words."""
+
+    @property
+    def generation(self) -> str:
+        """The handoff's. Computing it again would take longer than the rest of the plan."""
+        return self.granted.generation
+
+
+class Goal(Struct, frozen=True):
+    """Everything that this host should have."""
+
+    driver_roots: tuple[StagedRoot, ...]
+    machines: tuple[MachineGoal, ...]
+    waiting_roots: tuple[StagedRoot, ...]
+    """Roots that no handoff names yet, because no kernel module of the root's version is loaded."""
+    remembered: Seen[Remembered]
+
+    def files(self) -> tuple[WriteFile, ...]:
+        """Return every owned file in the order of writing: the handoffs last."""
+        settings = [file for machine in self.machines for file in (machine.nspawn, machine.drop_in)]
+        return (*settings, *(machine.handoff_file for machine in self.machines))
 
 
 SHOWN = 200

@@ -133,11 +133,6 @@ def mount_unit(path: str) -> str:
     return path.strip("/").replace("-", "\\x2d").replace("/", "-") + ".mount"
 
 
-def times_file(index: int) -> str:
-    """Return the file, next to the manifest, with newer times of host files whose content did not change."""
-    return f"{MANIFESTS}/{index}.times.json"
-
-
 def spec_file(vendor: str) -> str:
     """Return where, in the machine, a vendor's CDI specification is published: JSON, which is also YAML."""
     return f"{CDI_DIRECTORIES[0]}/{vendor}.yaml"

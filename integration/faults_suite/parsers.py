@@ -11,7 +11,7 @@ from agent.dra.claims import parse_checkpoint as parse_claims
 from agent.host.observe.host import parse_listing
 from agent.host.observe.machine import parse_device_allow, parse_report
 from agent.host.state.gpus import GRANTED, REMEMBERED
-from agent.host.state.records import OWNED_FILES, parse_handed, parse_manifest
+from agent.host.state.records import HANDED, MANIFEST, OWNED_FILES
 from agent.machine import containerd, containerd_tables
 from agent.machine.containerd import argument, plugin_errors
 from agent.machine.kubelet import parse_checkpoint
@@ -94,7 +94,7 @@ PARSERS: dict[str, Parser] = {
     "gpu-states": parse_gpu_states,
     "granted": lambda data: GRANTED.parse("granted.json", data),
     "group": _of_text(parse_groups),
-    "handed": lambda data: parse_handed("driver-roots.json", data),
+    "handed": lambda data: HANDED.parse("driver-roots.json", data),
     "handoff": parse_handoff,
     "kernel-log": parse_record,
     "kernel-message": _of_text(parse_xid),
@@ -102,7 +102,7 @@ PARSERS: dict[str, Parser] = {
     "kubelet-checkpoint": parse_checkpoint,
     "ldconfig": _of_text(parse_listing),
     "live": parse_live,
-    "manifest": lambda data: parse_manifest("0.json", data),
+    "manifest": lambda data: MANIFEST.parse("0.json", data),
     "mig-capability": _of_text(parse_instance),
     "node": lambda data: parse_object("node", data),
     "node-files": lambda data: parse_node_files("node-files.json", data),

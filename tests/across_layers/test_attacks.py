@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.observe.machine import Unit, observe_machine
-from agent.model.facts import Broken, Unseen
+from agent.host.observe.machine import observe_machine
+from agent.model.facts import Broken, Unit, Unseen
 from agent.model.paths import REPORT_NAME, report_directory
 from agent.system.files import System
 from agent.system.journal import Ages

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from agent.config.load import load_config
-from agent.host.observe.machine import Unit, observe_machine
+from agent.host.observe.machine import observe_machine
 from agent.machine.run import run
 from agent.model.conditions import ConditionType
 from agent.model.errors import ConfigError
-from agent.model.facts import Unseen
+from agent.model.facts import Unit, Unseen
 from agent.model.paths import (
     CONDITIONS_NAME,
     CONFIG_DIRECTORY,

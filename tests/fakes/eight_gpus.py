@@ -48,7 +48,7 @@ def facts(now: float = 1.7e9, host: int = 0, model: str = "NVIDIA H100 80GB HBM3
         systemd_version=252,
         template_device_allow=(),
         vendors=(VendorFacts("nvidia", gpus, (*own, *shared), Driver(DRIVER, UserSpace(DRIVER, ()))),),
-        machines=(MachineFacts(MACHINE, root="/", unit_state="active"),),
+        machines=(MachineFacts(name=MACHINE, root="/", unit_state="active"),),
         staged=(root,),
         gpus=GpuFacts(faults={ADDRESSES[7]: GpuFault("Xid48", "a double-bit ECC error", now)}),
         state_free=20 << 30,

@@ -94,7 +94,7 @@ def facts(vendor: VendorFacts | None = None, machine: str = MACHINE) -> Facts:
         systemd_version=257,
         template_device_allow=TEMPLATE,
         vendors=(vendor or nvidia(),),
-        machines=(MachineFacts(machine, root=f"/var/lib/machines/{machine}", unit_state="inactive"),),
+        machines=(MachineFacts(name=machine, root=f"/var/lib/machines/{machine}", unit_state="inactive"),),
         files={path: FileState(Absent("not there"), owned=False) for path in machine_files(machine)},
     )
 

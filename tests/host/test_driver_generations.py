@@ -16,13 +16,12 @@ from agent.host.plan.diff import diff
 from agent.host.plan.driver_roots import collect
 from agent.host.plan.goal import plan
 from agent.host.reconcile import CLEANUP_INTERVALS
-from agent.host.state.records import parse_handed
+from agent.host.state.records import HANDED
 from agent.model.conditions import ConditionType
 from agent.model.facts import Absent, Broken, Facts, Library, Remembered, Seen, StagedRoot, Unseen, UserSpace
 from agent.model.goal import Goal, RemoveDriverRoot, RemoveStaleStaging, StageDriverRoot
 from agent.model.handoff import parse_handoff
 from agent.model.paths import (
-    LOADER_CACHE,
     MANIFESTS,
     REMOVED,
     STAGING,
@@ -30,7 +29,6 @@ from agent.model.paths import (
     granted_file,
     handed_roots_file,
     handoff_file,
-    times_file,
 )
 from agent.vendors.nvidia.places import HOST_CACHE
 from tests.fakes.driver_generations import NEWER, RunnerThatClears, condition, driver_root, start_machine, upgrade

@@ -111,12 +111,12 @@ def _service(seeing: Seeing) -> Iterator[Finding]:
     effect = "nothing follows changes on the host, and no metrics are served"
     service = observe_units([SERVICE], seeing.system)[SERVICE]
     log = f"journalctl -b -u {SERVICE} --no-pager -n 50"
-    match service.state:
+    match service.unit_state:
         case "activating" if service.restarts:
             yield Finding(effect, f"{SERVICE} has ended, and systemd will start it again", (log,))
         case "active" | "activating" | "reloading":
             # The service counts as started only after the first pass that finishes. Until then, passes may fail.
-            yield from _running_service(seeing, active=service.state == "active")
+            yield from _running_service(seeing, active=service.unit_state == "active")
         case Unseen(why):
             yield Finding(f"whether {SERVICE} runs is unknown", why, (f"systemctl status {SERVICE}",))
         case Absent(why):

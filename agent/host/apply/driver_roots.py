@@ -20,7 +20,7 @@ from typing import BinaryIO, Literal
 
 from agent.host.observe.driver_roots import INDICES, OVERLAY, observe_staged
 from agent.host.observe.machine import observe_units
-from agent.host.state.records import render_manifest
+from agent.host.state.records import MANIFEST
 from agent.model.errors import AgentError, BusAnswerError
 from agent.model.facts import Library, StagedRoot
 from agent.model.paths import (
@@ -36,7 +36,6 @@ from agent.model.paths import (
     UNITS,
     driver_root,
     mount_unit,
-    times_file,
 )
 from agent.system import systemd
 from agent.system.copy import Copies, clear
@@ -79,7 +78,7 @@ def publish(index: int, system: System) -> None:
     published as a plain directory.
     """
     staged, path, parent = observe_staged(system), driver_root(index), mount_unit(HOST_NVIDIA)
-    if staged.mounted or not staged.plain:
+    if staged.roots_mounted or not staged.plain_roots:
         if HOST_NVIDIA not in mounted(system, OVERLAY):
             _write_parent(system)
         needs = f"Requires={parent}\nAfter={parent}\n"
@@ -87,7 +86,7 @@ def publish(index: int, system: System) -> None:
         refused = _run_job("StartUnit", mount_unit(path), system)
         if path in mounted(system, OVERLAY):
             return
-        if observe_units([parent], system)[parent].state != "failed":
+        if observe_units([parent], system)[parent].unit_state != "failed":
             # PID 1 has mounted the parent, or has not tried to. So the kernel may support overlay file systems: do not
             # fall back to a plain directory.
             see = f"see `systemctl status '{parent}' '{mount_unit(path)}'`{refused}"
@@ -186,7 +185,7 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
                 progress()
     for directory in {os.path.dirname(f"{partial}/{file.target}") for file in root.files}:
         system.sync_directory(directory)
-    system.write(f"{MANIFESTS}/{root.index}.json", render_manifest(root))
+    system.write(f"{MANIFESTS}/{root.index}.json", MANIFEST.render(root))
     system.rename(partial, f"{TREES}/{root.index}")
 
 
@@ -231,7 +230,6 @@ def remove_root(index: int, system: System) -> None:
         system.rename(tree, removed)
     elif HOST_NVIDIA not in mounted(system, OVERLAY):
         _move(driver_root(index), removed, system)
-    system.remove(times_file(index))
     # Remove the manifest only after the move: a driver root that is a plain directory is found only by its manifest.
     system.remove_tree(f"{MANIFESTS}/{index}.json")
     clear((removed,), system, REMOVAL_LIMIT)
@@ -239,8 +237,8 @@ def remove_root(index: int, system: System) -> None:
 
 def remove_all(system: System) -> None:
     """Remove all driver roots, and the units that mount them; no machine may run. Raises AgentError, OSError."""
-    staged = observe_staged(system)
-    for index in sorted({*(root.index for root in staged.roots), *staged.corrupt}):
+    found = observe_staged(system)
+    for index in sorted({*(root.index for root in found.staged), *found.corrupt_roots}):
         remove_root(index, system)
     _unpublish(HOST_NVIDIA, system)
     system.remove_empty_directory(posixpath.dirname(_wants_link(mount_unit(HOST_NVIDIA))))

@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from agent.config.checks import is_below, plain
 from agent.config.settings import CONTROL_PATHS, Config, mountable
-from agent.host.observe.driver_roots import observe_staged, with_times
+from agent.host.observe.driver_roots import observe_staged
 from agent.host.observe.machine import (
     ignored_settings,
     observe_machine,
@@ -329,7 +330,7 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         loader_cache=loader_cache,
         driver=config.driver,
         machines=config.machines,
-        units={service: units[service].state for service in services},
+        units={service: units[service].unit_state for service in services},
         started=lambda service: observe_start(units[service], system),
         lost=notes.lost,
         detached=notes.detached,
@@ -343,10 +344,8 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         except Exception as error:
             machines.append(unseen_machine(name, unit, fault("observe it", error)))
     template = observe_template(system)
-    staged = observe_staged(system)
     remembered, damage = observe_remembered(system)
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
-    roots, time_records = with_times(staged.roots, vendors, system)
     problems = (
         "" if isinstance(template, tuple) else template.why,
         discarded,
@@ -365,15 +364,8 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         template_device_allow=template,
         vendors=vendors,
         machines=tuple(machines),
-        staged=roots,
-        next_driver_root_index=staged.next_index,
-        corrupt_roots=staged.corrupt,
-        plain_roots=staged.plain,
-        mounting_failed=units[parent_mount].state == "failed",
-        stale_staging=staged.leftovers,
-        staged_unseen=staged.unseen,
-        time_records=time_records,
-        staged_problems=staged.problems,
+        mounting_failed=units[parent_mount].unit_state == "failed",
+        **asdict(observe_staged(system)),
         remembered=remembered,
         draining=notes.draining,
         gpus=GpuFacts(notes.faults, notes.tainted, observe_placements(config, vendors, system)),

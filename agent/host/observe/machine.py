@@ -6,15 +6,14 @@ import posixpath
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct
-from msgspec.structs import astuple, replace
+from msgspec.structs import asdict, astuple, replace
 
 from agent.config.checks import is_subdomain
 from agent.host.state.gpus import GRANTED
-from agent.host.state.records import has_started, parse_handed
+from agent.host.state.records import HANDED, has_started
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.contract import PATH
 from agent.model.device import PCI_ADDRESS, FileIdentity
@@ -27,6 +26,7 @@ from agent.model.facts import (
     MachineFacts,
     Report,
     Seen,
+    Unit,
     Unseen,
     parse_live,
 )
@@ -74,29 +74,6 @@ machines.target starts all of them."""
 QUOTING = frozenset("\"'\\")
 
 
-class Unit(Struct, frozen=True):
-    """The current state of one unit."""
-
-    state: Seen[str]
-    """The unit's ActiveState."""
-    path: str = ""
-    """Path of the unit's object on the bus."""
-    restarts: bool = False
-    """The unit is a service that has ended, and systemd waits before it starts the service again."""
-    starts: bool = False
-    """A start of the unit is queued or under way."""
-    needs_reload: bool = False
-    """The unit's NeedDaemonReload."""
-    masked: bool = False
-    """The unit is masked. It may still run."""
-    has_run: bool = False
-    """The unit is not active now, and one of these is true: since the host booted, it has stopped or failed to start
-    (InactiveEnterTimestampMonotonic); since the host booted, one of its starts was cancelled; or it is masked and
-    inactive."""
-    device_allow: tuple[DeviceAllow, ...] = ()
-    """The DeviceAllow= list in force, from all files and set-property."""
-
-
 def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
     """Return the states of units, loaded or not, with one call to PID 1. All are Unseen if PID 1 does not answer."""
     try:
@@ -126,17 +103,17 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
     If one of these properties cannot be read, the unit's state is Unseen. A masked unit that has failed or cannot be
     started counts as inactive, as if somebody had stopped it: nothing runs in its machine.
     """
-    if unit.masked and (isinstance(unit.state, Broken) or unit.state == "failed"):
-        unit = replace(unit, state="inactive")
-    if not isinstance(unit.state, str):
+    if unit.masked and (isinstance(unit.unit_state, Broken) or unit.unit_state == "failed"):
+        unit = replace(unit, unit_state="inactive")
+    if not isinstance(unit.unit_state, str):
         return unit
-    inactive = unit.state == "inactive"
+    inactive = unit.unit_state == "inactive"
     try:
         # The timestamp is read after ActiveState: if ActiveState says that the machine has stopped, the timestamp is
         # set. In two cases, systemd has no timestamp although a start of the machine has begun: if that start was
         # cancelled before the unit itself started, or if systemd has unloaded the unit since (it keeps only units that
         # are enabled, failed, or in use: unit_may_gc in unit.c). In both cases, the agent's own mark remains.
-        has_run = unit.state != "active" and (
+        has_run = unit.unit_state != "active" and (
             (unit.masked and inactive)
             or systemd.get(unit.path, "Unit.InactiveEnterTimestampMonotonic", int, system) != 0
             or (inactive and not unit.starts and has_started(machine, system))
@@ -146,7 +123,7 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
             has_run=has_run,
             # If a unit was masked after systemd had loaded it, systemd always says that the unit needs a reload,
             # because systemd no longer looks for the unit's drop-ins (unit_need_daemon_reload in unit.c).
-            needs_reload=not unit.masked and systemd.get(unit.path, "Unit.NeedDaemonReload", bool, system),
+            unit_needs_reload=not unit.masked and systemd.get(unit.path, "Unit.NeedDaemonReload", bool, system),
             device_allow=systemd.device_allow(unit.path, system),
         )
     except (BusError, OSError) as error:
@@ -156,7 +133,7 @@ def with_properties(machine: str, unit: Unit, system: System) -> Unit:
 def observe_start(unit: Unit, system: System) -> Seen[int]:
     """Return when the unit last became active, in microseconds since the host booted; 0 if it is not loaded."""
     try:
-        if not isinstance(unit.state, str):
+        if not isinstance(unit.unit_state, str):
             return 0
         return systemd.get(unit.path, "Unit.ActiveEnterTimestampMonotonic", int, system)
     except BusError as error:
@@ -257,11 +234,13 @@ def observe_machine(name: str, unit: Unit, system: System, ages: Ages, *, is_nod
     """Return the machine's facts. `is_node` is whether `up` makes the machine."""
     report, report_age = _report(name, system, ages)
     granted, granted_age = _record(granted_file(name), lambda data: GRANTED.parse(GRANTED_NAME, data), system, ages)
-    handed_roots, _ = _record(handed_roots_file(name), partial(parse_handed, handed_roots_file(name)), system, ages)
+    path = handed_roots_file(name)
+    handed_roots, _ = _record(path, lambda data: HANDED.parse(path, data).indices, system, ages)
     # The record of the live settings is a cache: a damaged one counts as missing.
     live, live_age = _record(live_file(name), parse_live, system, ages)
     started = None
-    if unit.state == "active" and not isinstance(live, Unseen) and not (isinstance(live, LiveSettings) and live.fixed):
+    known = isinstance(live, Unseen) or (isinstance(live, LiveSettings) and live.fixed)
+    if unit.unit_state == "active" and not known:
         # The record does not say with which settings the machine started.
         files = [read_seen(system.read, path) for path in (started_nspawn(name), started_drop_in(name))]
         started = (files[0], files[1]) if isinstance(files[0], bytes) and isinstance(files[1], bytes) else None
@@ -287,16 +266,10 @@ def observe_machine(name: str, unit: Unit, system: System, ages: Ages, *, is_nod
 def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
     """Return the facts of a machine if only its unit could be observed."""
     return MachineFacts(
+        **asdict(unit),
         name=name,
         root=unseen,
-        unit_state=unit.state,
         kept_from_boot_by=f"unbounded-agent reset {name}",
-        masked=unit.masked,
-        starts=unit.starts,
-        restarts=unit.restarts,
-        has_run=unit.has_run,
-        unit_needs_reload=unit.needs_reload,
-        device_allow=unit.device_allow,
         granted=unseen,
         handed_roots=unseen,
         report=unseen,

@@ -15,7 +15,6 @@ from agent.model.goal import (
     ChangeDevices,
     Fault,
     MachineGoal,
-    OwnedFile,
     ProtectDriverRoots,
     PublishDriverRoot,
     ReloadUnits,
@@ -110,8 +109,7 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
     publish_later = [PublishDriverRoot(root) for root in hidden if root not in plan.goal.driver_roots]
     protect = [ProtectDriverRoots(facts.plain_roots)] if replaceable(facts) else []
     roots = (*collect_first, *protect, *publish, *stage)
-    times = [WriteFile(path, content) for path, content in facts.time_records.items()]
-    later = (*_record_remembered(plan, facts), *collect_last, *stage_later, *times, *publish_later)
+    later = (*_record_remembered(plan, facts), *collect_last, *stage_later, *publish_later)
     actions = (*removals, *running, *settings, *reload_early, *roots, *handoffs, *reload_late, *later)
     return Difference(actions, refused, faults)
 
@@ -167,8 +165,7 @@ def _publish_handoff(
         republish |= all_bound and machine.live_age < machine.granted_age
     record = WriteFile(granted_file(goal.name), GRANTED.render(goal.granted))
     records = [record] if republish or machine.granted != goal.granted else []
-    file = goal.handoff_file
-    handoff = [WriteFile(file.path, file.content, file.mode)] if republish else _write_if_different(file, facts)
+    handoff = [goal.handoff_file] if republish else _write_if_different(goal.handoff_file, facts)
     return [*record_handed(goal, machine), *records, *handoff]
 
 
@@ -179,15 +176,15 @@ def _record_remembered(plan: Plan, facts: Facts) -> list[WriteFile]:
     if plan.goal.remembered == Remembered() and all(isinstance(each, Absent) for each in contents):
         return []
     outdated = [file for file, content in zip(files, contents, strict=True) if content != file.content]
-    return [WriteFile(file.path, file.content) for file in outdated]
+    return outdated
 
 
-def _write_if_different(file: OwnedFile, facts: Facts) -> list[WriteFile]:
+def _write_if_different(file: WriteFile, facts: Facts) -> list[WriteFile]:
     state = facts.files[file.path]
     # Files in the agent's own directory need no ownership record.
     if state.content == file.content and (state.owned or file.path.startswith(f"{STATE}/")):
         return []
-    return [WriteFile(file.path, file.content, file.mode)]
+    return [file]
 
 
 def _refusal(goal: MachineGoal, facts: Facts) -> str | Unseen | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from agent.host.state.records import render_handed
+from agent.host.state.records import HANDED, Handed
 from agent.model.facts import Absent, Broken, Facts, Granted, MachineFacts, Unseen
 from agent.model.goal import (
     Action,
@@ -38,7 +38,9 @@ def record_handed(goal: MachineGoal, machine: MachineFacts) -> list[Action]:
         return []
     new = {root.index for grant in goal.grants if (root := grant.driver_root)}
     handed = {*recorded, *(named_roots(machine) or {}).values(), *new}
-    return [WriteFile(handed_roots_file(goal.name), render_handed(handed))] if handed != set(recorded) else []
+    if handed == set(recorded):
+        return []
+    return [WriteFile(handed_roots_file(goal.name), HANDED.render(Handed(tuple(sorted(handed)))))]
 
 
 def without_plain(facts: Facts) -> Facts:

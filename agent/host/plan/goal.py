@@ -44,7 +44,7 @@ from agent.model.facts import (
     Unseen,
     VendorFacts,
 )
-from agent.model.goal import DriverRoots, Fault, Goal, Grant, MachineGoal, OwnedFile, Share, fault, gpu_nodes
+from agent.model.goal import DriverRoots, Fault, Goal, Grant, MachineGoal, Share, WriteFile, fault, gpu_nodes
 from agent.model.handoff import DRA, OTHER_DEVICES, GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.model.paths import (
     MACHINE_HOST_NVIDIA,
@@ -209,12 +209,12 @@ def _remember(
     return Remembered(tuple(gpus), before.damage)
 
 
-def remembered_files(remembered: Seen[Remembered]) -> tuple[OwnedFile, ...]:
+def remembered_files(remembered: Seen[Remembered]) -> tuple[WriteFile, ...]:
     """Return both copies of the record, in the order of writing; none if the record could not be read."""
     if not isinstance(remembered, Remembered):
         return ()
     content = REMEMBERED.render(remembered)
-    return tuple(OwnedFile(path, content) for path in REMEMBERED_GPUS)
+    return tuple(WriteFile(path, content) for path in REMEMBERED_GPUS)
 
 
 # Divides the host's GPUs among the machines.
@@ -479,10 +479,10 @@ def _machine_goal(
     return MachineGoal(
         name=name,
         grants=grants,
-        nspawn=OwnedFile(nspawn_file(name), nspawn),
-        drop_in=OwnedFile(unit_drop_in(name), drop_in),
+        nspawn=WriteFile(nspawn_file(name), nspawn),
+        drop_in=WriteFile(unit_drop_in(name), drop_in),
         handoff=handoff,
-        handoff_file=OwnedFile(handoff_file(name), render_handoff(handoff)),
+        handoff_file=WriteFile(handoff_file(name), render_handoff(handoff)),
         granted=granted,
         live=LiveSettings(
             fixed=fixed,

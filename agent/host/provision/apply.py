@@ -122,7 +122,7 @@ def _remove_root(step: plan.RemoveRoot, system: System, _: Progress) -> None:
     """
     unit, root = machine_unit(step.machine), step.path
     found = observe_units([unit], system)[unit]
-    state = "about to start" if found.starts else found.state
+    state = "about to start" if found.starts else found.unit_state
     if isinstance(state, Unseen) or (isinstance(state, str) and state not in ("inactive", "failed")):
         why = f"in an unknown state: {state.why}" if isinstance(state, Unseen) else state
         raise AgentError(f"{unit} is {why}", f"stop it: `systemctl stop {unit}`; then run the same command again")

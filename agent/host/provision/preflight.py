@@ -222,7 +222,7 @@ def check_network(machine: str, settings: MachineSettings, system: System) -> li
     chosen = settings.nspawn.extra.get("Network", {})
     if not own_network(settings.nspawn) or any(chosen.get(key) for key in OWN_NETWORK):
         return []
-    if observe_units([NETWORKD], system)[NETWORKD].state == "active":
+    if observe_units([NETWORKD], system)[NETWORKD].unit_state == "active":
         return [Check("network", "systemd-networkd gives the machine an address, and routes for it", machine=machine)]
     advice = "run `systemctl enable --now systemd-networkd`, or name a network with DHCP in nspawn.extra.Network"
     what = "systemd-networkd does not run on the host: nothing gives the machine's virtual Ethernet an address"

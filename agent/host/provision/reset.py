@@ -58,7 +58,7 @@ def reset(
 
     facts, host, name = plan.observe_node(machine, system), _host(machine, system), machine_unit(machine)
     unit = observe_units([name], system)[name]
-    removal = plan.plan_removal(facts, unit.state)
+    removal = plan.plan_removal(facts, unit.unit_state)
     # Check both plans before anything changes: a damaged record must not stop `reset` halfway.
     plan.plan_restoration(host, NO_LEFTOVERS)
     if not removal and isinstance(facts.record, Absent) and (host.others or isinstance(host.found, Absent)):

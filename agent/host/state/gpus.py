@@ -14,22 +14,13 @@ from msgspec.structs import replace
 from agent.host.state.locks import locked
 from agent.host.state.records import Digested, Record, first_intact
 from agent.model.errors import AgentError
-from agent.model.facts import Absent, Broken, GpuFault, Granted, Remembered, Seen, Tainted, Unseen
+from agent.model.facts import Absent, Broken, GpuFault, Granted, Remembered, Seen, Taint, Unseen
 from agent.model.paths import GPUS, GPUS_LOCK, PCI_DEVICES, REMEMBERED_GPUS
 from agent.system.files import System
 from agent.system.trust import count, discard
 
 LOCK_WAIT = 5.0
 """Seconds to wait for another writer, which needs milliseconds."""
-
-
-class Taint(Tainted, frozen=True, omit_defaults=True):
-    """A GPU that no new pod may get."""
-
-    detached: bool = False
-    """False if the GPU is only tainted so far: machines still have it."""
-    draining: bool = False
-    """The GPU is detached, but processes may still use it until the last of them has exited."""
 
 
 class GpuNote(Struct, frozen=True, omit_defaults=True):

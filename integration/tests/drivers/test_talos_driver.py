@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from agent.host.state.records import parse_manifest
+from agent.host.state.records import MANIFEST
 from agent.model.paths import MANIFESTS, handoff_file
 from integration.bed.drivers.host_roots import LIBRARIES
 from integration.bed.drivers.moved_drivers import TALOS, talos
@@ -41,7 +41,7 @@ def move(bed: Bed) -> str:
     """Move the driver on the host, with the paths that the agent has staged; return the driver's version."""
     (request,) = json.loads(bed.guest.read(handoff_file(MACHINE)))["requests"]
     manifest = f"{MANIFESTS}/{request['driver_root'].rpartition('/')[2]}.json"
-    root = parse_manifest(manifest, bed.guest.read(manifest))
+    root = MANIFEST.parse(manifest, bed.guest.read(manifest))
     lines = ["set -e"]
     elsewhere = [file for file in root.files if file.source != f"/{talos(file.target)}"]
     for file in elsewhere:

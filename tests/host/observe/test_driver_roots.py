@@ -26,7 +26,7 @@ def stage(host: Host, index: int = 0, place: str = TREES) -> StagedRoot:
         ),
     )
     host.make_directory(f"{place}/{index}")
-    host.file(f"{MANIFESTS}/{index}.json", render_manifest(root))
+    host.file(f"{MANIFESTS}/{index}.json", MANIFEST.render(root))
     return root
 
 
@@ -34,8 +34,8 @@ def test_complete_roots_are_read_back_with_their_visibility(host: Host) -> None:
     first, second = stage(host, 0), stage(host, 10)
     host.bus.mounts.mounted = {"parent": HOST_NVIDIA, "root": f"{HOST_NVIDIA}/0"}
     staged = observe_staged(host)
-    assert staged == Staged((first, second), next_index=11, mounted=True)
-    assert [root.hidden for root in staged.roots] == [False, True]
+    assert staged == StagedFacts(staged=(first, second), next_driver_root_index=11, roots_mounted=True)
+    assert [root.hidden for root in staged.staged] == [False, True]
 
 
 def test_a_mount_of_another_kind_is_not_ours(host: Host) -> None:
@@ -44,14 +44,14 @@ def test_a_mount_of_another_kind_is_not_ours(host: Host) -> None:
     lines = [line.replace(b"overlay", b"tmpfs") for line in host.bus.mounts.lines()]
     host.bus.mounts.lines = lambda: iter(lines)  # type: ignore[method-assign]
     staged = observe_staged(host)
-    assert (staged.mounted, [root.hidden for root in staged.roots]) == (False, [True])
+    assert (staged.roots_mounted, [root.hidden for root in staged.staged]) == (False, [True])
 
 
 def test_directories_that_only_root_may_list_do_not_prevent_a_plan(host: Host) -> None:
     for place in ("staging", "removed"):
         path = f"/var/lib/unbounded-agent/{place}"
         host.failing[path] = PermissionError(errno.EACCES, "Permission denied", path)
-    assert not observe_staged(host).unseen
+    assert not observe_staged(host).staged_unseen
 
 
 @pytest.mark.parametrize("text", ["", '{"version": 3}', "[" * 100_000])
@@ -59,8 +59,13 @@ def test_a_broken_manifest_does_not_hold_up_the_others(host: Host, text: str) ->
     root = stage(host, 1)
     host.file(f"{MANIFESTS}/4.json", text)
     staged = observe_staged(host)
-    assert (staged.roots, staged.next_index, staged.corrupt, len(staged.problems)) == ((root,), 5, (4,), 1)
-    assert f"{MANIFESTS}/4.json" in staged.problems[0]
+    assert (staged.staged, staged.next_driver_root_index, staged.corrupt_roots, len(staged.staged_problems)) == (
+        (root,),
+        5,
+        (4,),
+        1,
+    )
+    assert f"{MANIFESTS}/4.json" in staged.staged_problems[0]
 
 
 @pytest.mark.parametrize("put", [os.mkdir, os.mkfifo, lambda place: os.symlink("/nowhere", place)])
@@ -69,7 +74,12 @@ def test_a_directory_or_link_in_a_manifests_place_damages_only_that_one(host: Ho
     root = stage(host, 1)
     put(host.full_path(MANIFESTS) + "/0.json")
     staged = observe_staged(host)
-    assert (staged.roots, staged.corrupt, staged.unseen, len(staged.problems)) == ((root,), (0,), "", 1)
+    assert (staged.staged, staged.corrupt_roots, staged.staged_unseen, len(staged.staged_problems)) == (
+        (root,),
+        (0,),
+        "",
+        1,
+    )
 
 
 @pytest.mark.parametrize("path", [TREES, MANIFESTS, f"{MANIFESTS}/0.json", MOUNTS])
@@ -77,8 +87,8 @@ def test_nothing_is_called_corrupt_unless_everything_can_be_read(host: Host, pat
     stage(host)
     host.failing[path] = OSError(errno.EIO, "Input/output error", path)
     staged = observe_staged(host)
-    assert (staged.roots, staged.corrupt) == ((), ())
-    assert staged.unseen.startswith(path)
+    assert (staged.staged, staged.corrupt_roots) == ((), ())
+    assert staged.staged_unseen.startswith(path)
 
 
 def test_a_plain_root_is_recognised_by_its_directory_and_no_link_is_followed(host: Host) -> None:
@@ -89,7 +99,7 @@ def test_a_plain_root_is_recognised_by_its_directory_and_no_link_is_followed(hos
     host.symlink(f"{HOST_NVIDIA}/1", "/elsewhere/1")
     host.symlink(f"{HOST_NVIDIA}/2", "x" * 300)
     staged = observe_staged(host)
-    assert (staged.roots, staged.plain, staged.corrupt) == ((root,), (0,), (1, 2))
+    assert (staged.staged, staged.plain_roots, staged.corrupt_roots) == ((root,), (0,), (1, 2))
     assert not root.hidden
 
 
@@ -98,7 +108,7 @@ def test_the_next_index_skips_what_a_machine_puts_in_the_way(host: Host) -> None
     host.make_directory(f"{HOST_NVIDIA}/1")
     host.symlink(f"{HOST_NVIDIA}/2", "x" * 300)
     host.make_directory(f"{HOST_NVIDIA}/999999999")
-    assert observe_staged(host).next_index == 3
+    assert observe_staged(host).next_driver_root_index == 3
 
 
 @pytest.mark.parametrize(("last", "index"), [(INDICES - 3, INDICES - 2), (INDICES - 1, 1)])

@@ -6,7 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from agent.host.observe.machine import (
-    Unit,
     observe_template,
     observe_units,
     observe_version,
@@ -14,7 +13,7 @@ from agent.host.observe.machine import (
     with_properties,
 )
 from agent.model.errors import BusError
-from agent.model.facts import Absent, Broken, DeviceAllow, Unseen
+from agent.model.facts import Absent, Broken, DeviceAllow, Unit, Unseen
 from agent.system.files import System
 from agent.system.systemd import SYSTEMD
 from tests.fakes.host import Host
@@ -30,7 +29,7 @@ def test_states(host: Host) -> None:
     host.bus.unit("alias-of-e.service", "failed")
     host.bus.units["e.service"] = host.bus.units["alias-of-e.service"]
     units = observe_units(("a.service", "b.service", "c.service", "d.service", "e.service"), host)
-    assert {name: unit.state for name, unit in units.items()} == {
+    assert {name: unit.unit_state for name, unit in units.items()} == {
         "a.service": "active",
         "b.service": Absent("b.service is not installed"),
         "c.service": Broken("c.service is masked; run `systemctl unmask c.service`"),
@@ -50,7 +49,7 @@ def test_one_unit_with_its_properties(host: Host) -> None:
     host.bus.unit("c.service", "inactive", "not-found")
     host.bus.unit("d.service", stopped_at=4711)
     allowed = (DeviceAllow("/dev/char/195:1", "rw"), DeviceAllow("char-pts", "rw"))
-    assert properties(host, "a.service") == Unit("active", needs_reload=True, device_allow=allowed)
+    assert properties(host, "a.service") == Unit("active", unit_needs_reload=True, device_allow=allowed)
     assert properties(host, "b.service") == Unit("failed", has_run=True)
     assert properties(host, "c.service") == Unit(Absent("c.service is not installed"))
     assert properties(host, "d.service") == Unit("active")
@@ -75,7 +74,7 @@ def test_a_property_of_another_type_leaves_the_unit_unseen(host: Host) -> None:
 @pytest.mark.parametrize("answer", [(), ([],), ("text",), ([("a",)] * 2,)], ids=["none", "short", "text", "long"])
 def test_an_answer_of_unknown_format_leaves_all_unseen(host: Host, answer: tuple[object, ...]) -> None:
     system = System(host.runner, host.root, lambda *_: answer)
-    assert isinstance(observe_units(("a.service",), system)["a.service"].state, Unseen)
+    assert isinstance(observe_units(("a.service",), system)["a.service"].unit_state, Unseen)
 
 
 def test_a_bus_that_does_not_answer_leaves_all_unseen(host: Host) -> None:

@@ -32,7 +32,7 @@ def host(*machines: str, gpus: range = range(GPUS)) -> Facts:
     return replace(
         seen,
         vendors=(vendor,),
-        machines=tuple(MachineFacts(name, f"/var/lib/machines/{name}", "inactive") for name in machines),
+        machines=tuple(MachineFacts("inactive", name=name, root=f"/var/lib/machines/{name}") for name in machines),
         files={path: FileState(Absent("not there"), False) for name in machines for path in machine_files(name)},
     )
 

@@ -17,7 +17,7 @@ from agent.host.state.gpus import (
     record_lost,
     record_tainted,
 )
-from agent.host.state.records import OWNED_FILES, Owned, parse_handed, parse_manifest, render_handed, render_manifest
+from agent.host.state.records import HANDED, MANIFEST, OWNED_FILES, Handed, Owned
 from agent.model.errors import DocumentError
 from agent.model.facts import GpuFault, Granted, Library, StagedRoot
 from agent.model.paths import GPUS
@@ -35,12 +35,11 @@ ROOT = StagedRoot(
     ),
     "debian",
 )
-MANIFEST = b"""{
+MANIFEST_FILE = b"""{
  "version": 1,
  "index": 0,
  "vendor": "nvidia",
  "driver_version": "550.163.01",
- "place": "debian",
  "files": [
   {
    "target": "usr/lib/lib\\u00e9.so.1",
@@ -60,10 +59,11 @@ MANIFEST = b"""{
    "executable": true,
    "text": ""
   }
- ]
+ ],
+ "place": "debian"
 }
 """
-HANDED = b'{\n "version": 1,\n "indices": [\n  0,\n  3\n ]\n}\n'
+HANDED_BY_START = b'{\n "version": 1,\n "indices": [\n  0,\n  3\n ]\n}\n'
 OWNED = f'{{\n "version": 1,\n "files": {{\n  "/etc/a": "{DIGEST}"\n }}\n}}\n'.encode()
 GRANT = b'{\n "version": 1,\n "generation": "0f",\n "gpus": [\n  "a"\n ],\n "driver_roots": {\n  "nvidia": 3\n }\n}\n'
 POSITION = b'{\n "sequence": 7,\n "bindings": {\n  "a": 1\n }\n}\n'
@@ -79,10 +79,11 @@ def host(tmp_path: Path) -> Host:
 
 
 def test_the_files_of_driver_roots_grants_and_owned_files() -> None:
-    assert render_manifest(ROOT) == MANIFEST
-    assert parse_manifest("", MANIFEST) == ROOT
-    assert parse_manifest("", MANIFEST).place == "debian"
-    assert (render_handed((3, 0, 3)), parse_handed("", HANDED)) == (HANDED, (0, 3))
+    assert MANIFEST.render(ROOT) == MANIFEST_FILE
+    assert MANIFEST.parse("", MANIFEST_FILE) == ROOT
+    assert MANIFEST.parse("", MANIFEST_FILE).place == "debian"
+    handed = Handed((0, 3))
+    assert (HANDED.render(handed), HANDED.parse("", HANDED_BY_START)) == (HANDED_BY_START, handed)
     assert (OWNED_FILES.render(Owned({"/etc/a": DIGEST})), OWNED_FILES.parse("", OWNED).files) == (
         OWNED,
         {"/etc/a": DIGEST},
@@ -160,19 +161,18 @@ def test_unknown_keys_of_the_file_of_gpus_are_ignored(host: Host) -> None:
 @pytest.mark.parametrize(
     ("parse", "data", "old", "new", "expected"),
     [
-        (parse_manifest, MANIFEST, b'"size": 0,', b"", r"key files[0].size is missing"),
-        (parse_manifest, MANIFEST, b'"executable": true,', b"", r"key files[1].executable is missing"),
+        (MANIFEST.parse, MANIFEST_FILE, b'"source": "",', b"", r"key files[0].source is missing"),
         (
-            parse_manifest,
-            MANIFEST,
+            MANIFEST.parse,
+            MANIFEST_FILE,
             b'"executable": true,',
             b'"executable": 1,',
             "key files[1].executable must be a boo",
         ),
-        (parse_manifest, MANIFEST, b'"usr/lib/lib\\u00e9.so"', b'""', "key files[1].target must be a string of length"),
-        (parse_manifest, MANIFEST, b'"size": 4', b'"size": 4.0', "key files[1].size must be a whole number, not a num"),
-        (parse_manifest, MANIFEST, b'"index": 0', b'"index": -1', "key index must be a whole number >= 0"),
-        (parse_handed, HANDED, b"3", b"-3", "key indices[1] must be a whole number >= 0"),
+        (MANIFEST.parse, MANIFEST_FILE, b'"usr/lib/lib\\u00e9.so"', b'""', "key files[1].target must be a string of"),
+        (MANIFEST.parse, MANIFEST_FILE, b'"size": 4', b'"size": 4.0', "key files[1].size must be a whole number"),
+        (MANIFEST.parse, MANIFEST_FILE, b'"index": 0', b'"index": -1', "key index must be a whole number >= 0"),
+        (HANDED.parse, HANDED_BY_START, b"3", b"-3", "key indices[1] must be a whole number >= 0"),
         (OWNED_FILES.parse, OWNED, b'f"', b'f\\n"', "key files[...] must be a string matching regex"),
         (OWNED_FILES.parse, OWNED, b'f"', b'F"', "key files[...] must be a string matching regex"),
         (OWNED_FILES.parse, OWNED, b"/etc/a", b"/etc/./a", "key files['/etc/./a'] must be a normal absolute path"),

@@ -22,7 +22,7 @@ def goal() -> MachineGoal:
 
 
 def why(goal: MachineGoal, granted: Seen[Granted], age: float = 0.0, content: Seen[bytes] | None = None) -> str:
-    machine = MachineFacts("gpu-node", "/", "active", granted=granted, granted_age=age)
+    machine = MachineFacts("active", name="gpu-node", root="/", granted=granted, granted_age=age)
     file = FileState(goal.handoff_file.content if content is None else content, owned=False)
     return why_unanswered(machine, goal, replace(facts(), files={goal.handoff_file.path: file}))
 
@@ -56,7 +56,13 @@ def waiting(goal: MachineGoal, *, published: float, kept: float, reported: float
     """Return a machine by the seconds since the handoff, the first kept permission, and its report; now is 10,000."""
     live = LiveSettings("", (), {}, kept_since=10_000.0 - kept if kept else 0.0)
     return MachineFacts(
-        "gpu-node", "/", "active", granted=goal.granted, live=live, granted_age=published, report_age=reported
+        name="gpu-node",
+        root="/",
+        unit_state="active",
+        granted=goal.granted,
+        live=live,
+        granted_age=published,
+        report_age=reported,
     )
 
 
@@ -104,7 +110,7 @@ def test_missing_nodes_are_believed_only_after_they_were_bound(
     goal: MachineGoal, reported: float, bound: float, published: float, named: bool, counts: bool
 ) -> None:
     publication = NOW if named else None
-    machine = MachineFacts("gpu-node", "/", "active", publication=publication)
+    machine = MachineFacts("active", name="gpu-node", root="/", publication=publication)
     machine = replace(machine, report_age=reported, live_age=bound, granted_age=published)
     missing = false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "/dev/nvidia0 is missing")
     assert answers(Report(goal.generation, "", (missing,), publication=publication), machine, goal) is counts

@@ -83,7 +83,7 @@ def facts_of(vendors: tuple[VendorFacts, ...], *machines: str) -> Facts:
         257,
         (),
         vendors,
-        tuple(MachineFacts(name, f"/var/lib/machines/{name}", "inactive") for name in names),
+        tuple(MachineFacts(name=name, root=f"/var/lib/machines/{name}", unit_state="inactive") for name in names),
         files={path: FileState(Absent("not there"), False) for name in names for path in machine_files(name)},
     )
 

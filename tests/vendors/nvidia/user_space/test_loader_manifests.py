@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent.host.apply.driver_roots import stage
-from agent.host.state.records import parse_manifest
+from agent.host.state.records import MANIFEST
 from agent.model.errors import AgentError
 from agent.model.facts import Library, StagedRoot
 from agent.model.paths import MANIFESTS, TREES
@@ -116,7 +116,7 @@ def test_the_text_is_staged_and_recorded(host: Host) -> None:
     assert host.read(f"{TREES}/0/a.json") == b"text\n"
     assert host.mode(f"{TREES}/0/a.json") == 0o644
     document = host.read(f"{MANIFESTS}/0.json")
-    assert parse_manifest("0.json", document) == root
+    assert MANIFEST.parse("0.json", document) == root
     host.file("/etc/nvidia_icd.json", "something longer")
     with pytest.raises(AgentError, match="changed while it was staged"):
         stage(replace(root, index=1), host)
