@@ -16,7 +16,7 @@ from msgspec import Struct
 import agent
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.reconcile import Reconciler
-from agent.model.conditions import Condition, ConditionType, Reason
+from agent.model.conditions import ConditionType, Reason
 from agent.model.device import is_zero
 from agent.model.errors import ConfigError, DocumentError
 from agent.model.facts import Absent, Facts
@@ -134,16 +134,18 @@ def parse_claimants(claims: str, node: str) -> tuple[str, ...]:
 
 
 def steps(
-    to: str, machine: str, node: Node, reconciler: Reconciler, facts: Facts, conditions: Iterable[Condition] = ()
+    to: str, machine: str, node: Node, reconciler: Reconciler, facts: Facts, *, advertised: bool = False
 ) -> tuple[Step, ...]:
-    """Return the steps of the move `to` Dynamic Resource Allocation, or to the device plugin."""
+    """Return the steps of the move `to` Dynamic Resource Allocation, or to the device plugin.
+
+    `advertised` is whether GPUsAdvertised shows that the node offers its GPUs.
+    """
     configured = reconciler.config.machines[machine].allocation
     if to != DRA:
         return to_device_plugin(machine, node, configured)
     vendors = sorted({gpu.vendor for vendor in facts.vendors for gpu in vendor.gpus})
     classes = [f"{DIRECTORY}/{CLASS}{vendor}{SUFFIX}" for vendor in vendors]
-    reasons = [each.reason for each in conditions if each.type is ConditionType.GPUS_ADVERTISED]
-    return to_dra(machine, node, configured, classes, reasons == [Reason.ADVERTISED] and configured == DRA)
+    return to_dra(machine, node, configured, classes, advertised and configured == DRA)
 
 
 def to_dra(machine: str, node: Node, configured: str, files: Sequence[str], advertised: bool) -> tuple[Step, ...]:
@@ -304,8 +306,9 @@ class Move(Struct, frozen=True):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DocumentError(f"kubectl printed an object of an unexpected form: {error!r}") from error
         outcome = self.reconciler.reconcile()
-        conditions = next(each.conditions for each in outcome.machines if each.name == self.machine)
-        return steps(self.to, self.machine, observed, self.reconciler, outcome.facts, conditions)
+        (machine,) = (each for each in outcome.machines if each.name == self.machine)
+        advertised = machine.condition(ConditionType.GPUS_ADVERTISED).reason == Reason.ADVERTISED
+        return steps(self.to, self.machine, observed, self.reconciler, outcome.facts, advertised=advertised)
 
     def _get(self, *arguments: str) -> dict[str, Any]:
         return parse_object(f"kubectl get {arguments[0]}", self._kubectl("get", "--output=json", *arguments).encode())

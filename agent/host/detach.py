@@ -34,11 +34,10 @@ from agent.model.facts import (
     MachineFacts,
     Remembered,
     RememberedGpu,
-    Report,
     Unseen,
 )
 from agent.model.goal import WriteFile
-from agent.model.handoff import DRA
+from agent.model.handoff import DRA, Report
 from agent.model.paths import WAKE, granted_file, handoff_file
 from agent.model.text import restart_command
 from agent.system.files import System

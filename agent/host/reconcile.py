@@ -18,7 +18,6 @@ from agent.host.plan.goal import Plan, plan, with_live
 from agent.host.plan.live_devices import Acknowledged
 from agent.host.state.locks import pass_lock
 from agent.host.state.records import (
-    clear_remains,
     clear_report,
     has_started,
     machines_with_state,
@@ -31,11 +30,11 @@ from agent.host.verify import answers
 from agent.host.verify.gpu_states import gpu_states
 from agent.host.verify.readiness import Case, conditions, expected_gpus, lost_gpus
 from agent.model.conditions import Condition, ConditionType, Reason, Status, unknown, with_transitions
-from agent.model.contract import render_gpu_states
+from agent.model.contract import render_gpu_states, render_host_status
 from agent.model.errors import AgentError, CommandError
-from agent.model.facts import Broken, Facts, LiveSettings, Report
+from agent.model.facts import Broken, Facts, LiveSettings
 from agent.model.goal import Cleanup, Done, Fault, RemoveDriverRoot, RemoveStaleStaging, fault
-from agent.model.handoff import DRA, Repair
+from agent.model.handoff import DRA, Report
 from agent.model.paths import (
     HOST_NVIDIA,
     fabric_file,
@@ -86,7 +85,7 @@ class MachineOutcome(Struct, frozen=True):
     """When the machine half last reported, in seconds since the epoch; 0 without a report."""
     lost: tuple[str, ...] = ()
     """PCI addresses of the machine's lost GPUs, except acknowledged ones."""
-    repairs: Mapping[Repair, int] = field(default_factory=dict)
+    repairs: Mapping[str, int] = field(default_factory=dict)
     """Repairs by the machine half since the machine's boot, from its report; empty without a report."""
     start_settings: LiveSettings | None = None
     """The settings that a start would use now; None if those on disk are not the goal's, or if there is no goal."""
@@ -268,7 +267,6 @@ class Reconciler(Struct):
             if self.in_force:
                 self.in_force.check()
             with_state, not_listed = machines_with_state(self.system)
-            clear_remains(self.system, {*self.config.machines, *with_state})
             facts, planned, difference = self.preview()
             # Taint GPUs before they are withdrawn: a new pod must not get one. Ignore failures here, because the second
             # call below tries again and reports them.
@@ -279,8 +277,9 @@ class Reconciler(Struct):
             machines = self.evaluate(facts, planned, difference)
             failures = applied.failures + write_history(self.system, {each.name: each.conditions for each in machines})
             write_ages(self.system, self.memory.ages)
-            ready = {each.name: each.ready for each in machines if self.config.machines[each.name].node_condition}
-            failures += not_listed + publish_host_status(self.system, ready, with_state, time.time())
+            told = [each for each in machines if self.config.machines[each.name].node_condition]
+            ready = {each.name: render_host_status(each.ready, time.time()) for each in told}
+            failures += not_listed + publish_host_status(self.system, ready, with_state)
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
             failures += remove_used_tokens(nodes, self.system)
             if applied.done or applied.failures or not published:

@@ -6,9 +6,8 @@ from typing import Annotated, TypeAlias, TypeVar
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from agent.model.conditions import Condition
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.handoff import FabricAnswer, Publication, Repair
+from agent.model.handoff import Publication, Report
 from agent.model.paths import LIVE_NAME
 from agent.model.typed_json import Format
 
@@ -402,27 +401,6 @@ class FileState(Struct, frozen=True):
     owned: bool
     """Whether the agent wrote the file, according to the ownership record. If the record cannot be read, the file's
     first line decides."""
-
-
-class Report(Struct, frozen=True):
-    """What the host half needs of the machine half's report on one generation of the handoff."""
-
-    generation: str
-    agent_version: str
-    conditions: tuple[Condition, ...]
-    """At most one condition of each type. Those of unknown types are in `unknown_conditions`."""
-    repairs: Mapping[Repair, int] = field(default_factory=dict)
-    """How often each repair was made since the machine's boot."""
-    advertised_gpus: int | None = None
-    changed_files: tuple[str, ...] = ()
-    """Files that differ from what `up` put into the machine."""
-    publication: Publication | None = None
-    """The publication of the handoff that the report answers; None if that is unknown."""
-    fabric: tuple[FabricAnswer, ...] = ()
-    refused: str = ""
-    """Why the machine half cannot use the handoff."""
-    unknown_conditions: tuple[str, ...] = ()
-    """Conditions that this release does not know, such as `NewCheck=False (Failed)`: a newer machine half's."""
 
 
 class Unit(Struct, frozen=True):

@@ -168,11 +168,11 @@ class Report(NamedTuple):
     """Empty if the machine half cannot use the handoff at all."""
     conditions: tuple[Condition, ...]
     """Of each, the document has type, status, reason, message and, if it concerns only some GPUs, these."""
-    cdi_devices: tuple[str, ...]
-    """Names of the CDI devices that pods can request."""
-    boot_id: str
-    agent_version: str
-    repairs: Mapping[str, int]
+    cdi_devices: tuple[str, ...] = ()
+    """Names of the CDI devices that pods can request. The host reads neither these nor the boot's ID."""
+    boot_id: str = ""
+    agent_version: str = ""
+    repairs: Mapping[str, int] = {}
     """Counts by Repair since the machine's boot."""
     advertised_gpus: int | None = None
     """How many granted GPUs the node offers to pods; None if that is unknown."""
@@ -182,6 +182,8 @@ class Report(NamedTuple):
     fabric: tuple[FabricAnswer, ...] = ()
     refused: str = ""
     """Why the machine half cannot use the handoff."""
+    unknown_conditions: tuple[str, ...] = ()
+    """Only on the host: conditions that this release does not know, such as `NewCheck=False (Failed)`."""
 
 
 def render_report(report: Report) -> bytes:
@@ -195,6 +197,7 @@ def render_report(report: Report) -> bytes:
     content = plain(report._replace(changed_files=report.changed_files[:CHANGED_FILES_LIMIT]))
     # The publication is a list, not an object.
     content |= {"conditions": conditions, "publication": report.publication}
+    del content["unknown_conditions"]
     content["refused"] = one_line(report.refused)[:MESSAGE_LIMIT]
     return json.dumps({"version": REPORT_VERSION, **content}, indent=1).encode() + b"\n"
 

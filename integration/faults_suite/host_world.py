@@ -29,7 +29,7 @@ from agent.model.paths import (
 from integration.faults_suite.host_devices import HostDevices
 from integration.faults_suite.host_services import Bus, Runner, ScenarioHost
 from integration.faults_suite.interception import Watch
-from integration.faults_suite.trees import numbered, snapshot, temporary, unordered
+from integration.faults_suite.trees import numbered, snapshot, unordered
 from tests.fakes.gpu_host import MACHINE, UNITS, units
 
 BOOT_ID = "11111111-2222-3333-4444-555555555555"
@@ -254,7 +254,7 @@ class HostWorld(HostDevices):
         lost = [
             f"driver root {each} was handed and is not recorded" for each in named if each not in map(str, recorded)
         ]
-        return [*self.wrong, *temporary(self.tree), *(lost if self.running else [])]
+        return [*self.wrong, *(lost if self.running else [])]
 
     def rights(self) -> set[str]:
         """Return what the machine's pods can use: nodes, permissions for nodes, and GPUs."""

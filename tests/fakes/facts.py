@@ -18,7 +18,6 @@ from agent.model.facts import (
     Library,
     LiveSettings,
     MachineFacts,
-    Report,
     Seen,
     StagedRoot,
     Unseen,
@@ -26,6 +25,7 @@ from agent.model.facts import (
     VendorFacts,
 )
 from agent.model.goal import MachineGoal
+from agent.model.handoff import Report
 from agent.model.paths import machine_files
 
 MACHINE = "gpu-node"

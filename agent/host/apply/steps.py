@@ -12,11 +12,7 @@ from msgspec.structs import replace
 from agent.host.apply.driver_roots import LEFTOVERS_LIMIT, make_way, protect, publish, remove_root, stage
 from agent.host.observe.machine import observe_joined
 from agent.host.state.records import OWNED_FILES, Owned
-from agent.model.conditions import Condition
-from agent.model.contract import (
-    parse_host_status,
-    render_host_status,
-)
+from agent.model.contract import parse_host_status
 from agent.model.errors import AgentError, BusAnswerError, BusError, DocumentError, reason
 from agent.model.facts import READ_ONLY, Absent, Broken, DeviceAllow, LiveSettings, Unseen, render_live
 from agent.model.goal import (
@@ -390,10 +386,8 @@ def publish_documents(
     return tuple(failures)
 
 
-def publish_host_status(
-    system: System, ready: Mapping[str, Condition], with_state: Collection[str], now: float
-) -> tuple[str, ...]:
-    """Do the same with the host status of each machine in `ready`, which is also written if it is no longer fresh."""
+def publish_host_status(system: System, documents: Mapping[str, bytes], with_state: Collection[str]) -> tuple[str, ...]:
+    """Do the same with the host status of each machine, which is also written if it is no longer fresh."""
 
     def same_and_fresh(before: bytes, after: bytes) -> bool:
         try:
@@ -403,7 +397,6 @@ def publish_host_status(
         # The status is also written if the clock was set back.
         return old._replace(evaluated=new.evaluated) == new and 0 <= new.evaluated - old.evaluated < FRESH
 
-    documents = {name: render_host_status(each, now) for name, each in ready.items()}
     return publish_documents(system, conditions_file, documents, with_state, same=same_and_fresh)
 
 

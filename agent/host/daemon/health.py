@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from agent.host.daemon.wakeups import Tally
 from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome
-from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.conditions import ConditionType, Status
 from agent.model.text import one_line
 from agent.system.journal_fields import CONDITION_ID
 
@@ -85,14 +85,13 @@ def in_brief(failures: Sequence[str]) -> str:
     return f"{failures[0][:FAILURE_LIMIT]}{more}" if failures else ""
 
 
-def changes(
-    machine: MachineOutcome, logged: Mapping[ConditionType, Condition]
-) -> Iterator[tuple[int, str, dict[str, str]]]:
-    """Yield the log level, a sentence and fields for the journal for each condition that differs from `logged`.
+def changes(machine: MachineOutcome, last: MachineOutcome | None) -> Iterator[tuple[int, str, dict[str, str]]]:
+    """Yield the log level, a sentence and fields for the journal for each condition that differs from the `last` one.
 
-    The status or the reason must differ. A condition that is not in `logged` counts only if it is not True, or if it is
+    The status or the reason must differ. A condition that was not there counts only if it is not True, or if it is
     Ready. Conditions of one cause have one sentence.
     """
+    logged = {each.type: each for each in last.conditions} if last else {}
     changed: dict[tuple[Status, str, str], list[ConditionType]] = {}
     for each in machine.conditions:
         before = logged.get(each.type)

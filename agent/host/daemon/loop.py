@@ -29,7 +29,6 @@ from agent.host.reconcile import MachineOutcome, Outcome
 from agent.host.state.locks import locked
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.host.vendors import HOST_VENDORS
-from agent.model.conditions import Condition, ConditionType
 from agent.model.errors import AgentError, ConfigChangedError, ConfigError
 from agent.model.goal import in_words
 from agent.model.paths import INSTANCE_LOCK, RUNTIME, SERVICE_STATE, STATUSZ_SOCKET
@@ -76,7 +75,7 @@ class EventLog:
         self.last_failures: tuple[str, ...] = ()
         self._said: dict[str, tuple[str, ...]] = {}
         """The sentences that were true last, by what they are about."""
-        self._conditions: dict[str, dict[ConditionType, Condition]] = {}
+        self._machines: dict[str, MachineOutcome] = {}
 
     def once(
         self, about: str, sentences: tuple[str, ...], level: int = logging.ERROR, cause: Exception | None = None
@@ -99,11 +98,9 @@ class EventLog:
         self.ended(outcome.failures)
         self.once("problems", outcome.facts.all_problems(), logging.WARNING)
         for machine in outcome.machines:
-            for level, sentence, fields in changes(machine, self._conditions.get(machine.name, {})):
+            for level, sentence, fields in changes(machine, self._machines.get(machine.name)):
                 log.log(level, "%s", sentence, extra={"fields": fields})
-        self._conditions = {
-            machine.name: {each.type: each for each in machine.conditions} for machine in outcome.machines
-        }
+        self._machines = {machine.name: machine for machine in outcome.machines}
 
     @contextlib.contextmanager
     def guarded(self, work: str) -> Iterator[None]:

@@ -24,14 +24,20 @@ from agent.model.facts import (
     DeviceAllow,
     LiveSettings,
     MachineFacts,
-    Report,
     Seen,
     Unit,
     Unseen,
     parse_live,
 )
 from agent.model.goal import fault
-from agent.model.handoff import CHANGED_FILES_LIMIT, REPORT_VERSION, SIZE_LIMIT, FabricAnswer, Publication, Repair
+from agent.model.handoff import (
+    CHANGED_FILES_LIMIT,
+    REPORT_VERSION,
+    SIZE_LIMIT,
+    FabricAnswer,
+    Publication,
+    Report,
+)
 from agent.model.json_document import HOST, IMAGE, accept_version
 from agent.model.paths import (
     GRANTED_NAME,
@@ -52,7 +58,7 @@ from agent.model.paths import (
     started_nspawn,
 )
 from agent.model.text import printable
-from agent.model.typed_json import decode, to_builtins
+from agent.model.typed_json import decode
 from agent.system import systemd
 from agent.system.files import System
 from agent.system.journal import Ages
@@ -463,15 +469,17 @@ def parse_report(data: bytes) -> Report:
     ]
     return Report(
         document.generation,
-        printable(document.agent_version),
         tuple(conditions),
-        {Repair(name): count for name, count in to_builtins(document.repairs).items()},
-        document.advertised_gpus,
-        document.changed_files,
-        document.publication,
-        tuple(FabricAnswer(*astuple(each)) for each in document.fabric),
-        printable(document.refused),
-        tuple(f"{each.type}={each.status} ({each.reason})" for each in document.conditions if each not in known),
+        agent_version=document.agent_version,
+        repairs=asdict(document.repairs),
+        advertised_gpus=document.advertised_gpus,
+        changed_files=document.changed_files,
+        publication=document.publication,
+        fabric=tuple(FabricAnswer(*astuple(each)) for each in document.fabric),
+        refused=printable(document.refused),
+        unknown_conditions=tuple(
+            f"{each.type}={each.status} ({each.reason})" for each in document.conditions if each not in known
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 import posixpath
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -17,25 +17,14 @@ from agent.model.paths import (
     AGES,
     CONDITIONS,
     MACHINES_STATE,
-    MANIFESTS,
-    OWNED,
-    RELOAD_PENDING,
-    REMEMBERED_GPUS,
     REPORT_NAME,
-    WAKE,
-    conditions_file,
-    granted_file,
-    handed_roots_file,
     joined_file,
-    live_file,
-    machine_files,
     report_directory,
-    rewritten_nspawn,
     start_began_mark,
 )
 from agent.model.text import json_digest, sha256
 from agent.model.typed_json import Format, convert, to_builtins
-from agent.system.files import NEW, System
+from agent.system.files import System
 from agent.system.journal import STEP, Ages, Observation
 from agent.system.trust import discard, read_seen, write_record
 
@@ -310,13 +299,7 @@ def has_started(machine: str, system: System) -> bool:
     return system.is_directory(start_began_mark(machine))
 
 
-# What earlier runs left: temporary files of killed writers, and a machine's old report.
-
-
-HOST_FILES = (AGES, CONDITIONS, OWNED, RELOAD_PENDING, WAKE, *REMEMBERED_GPUS)
-"""Files that are written only under the pass lock, which the caller of `clear_remains` holds. Other files, such as the
-service's state and what it read in the kernel log, are left out, because somebody may be writing them at this moment.
-The next writer of such a file removes its leftovers."""
+# What earlier runs left.
 
 
 def machines_with_state(system: System) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -327,27 +310,6 @@ def machines_with_state(system: System) -> tuple[tuple[str, ...], tuple[str, ...
         return (), ()
     except OSError as error:
         return (), (f"{MACHINES_STATE}: cannot remove outdated conditions for Nodes: {error.strerror}",)
-
-
-def clear_remains(system: System, machines: Collection[str]) -> None:
-    """Remove temporary files next to the agent's files. Ignores failures, because leftovers do no harm."""
-    # The files are removed by name, because the agent never lists a directory in which a machine can write.
-    files = list(HOST_FILES)
-    for name in machines:
-        files += machine_files(name)
-        files += [make(name) for make in (conditions_file, granted_file, handed_roots_file, live_file)]
-    for path in files:
-        with suppress(OSError):
-            system.remove_temporary(path)
-    # The shell in the machine's unit writes this file under the pass lock, or without the lock if it could not get the
-    # lock within some seconds. This pass holds the lock, so the file is very probably a leftover.
-    for name in machines:
-        with suppress(OSError):
-            system.remove(rewritten_nspawn(name))
-    with suppress(OSError):
-        for name in system.entries(MANIFESTS):
-            if name.endswith(NEW):
-                system.remove(f"{MANIFESTS}/{name}")
 
 
 def clear_report(system: System, machine: str) -> None:

@@ -1,8 +1,9 @@
 """Decides whether a machine's report answers its current handoff. Pure."""
 
 from agent.model.conditions import ConditionType, Reason, Status
-from agent.model.facts import Absent, Facts, Granted, MachineFacts, Report, Seen, Unseen
+from agent.model.facts import Absent, Facts, Granted, MachineFacts, Seen, Unseen
 from agent.model.goal import MachineGoal
+from agent.model.handoff import Report
 from agent.model.paths import STATE
 from agent.model.text import restart_command
 

@@ -24,9 +24,9 @@ from agent.model.conditions import (
     with_transitions,
     worst,
 )
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, Remembered, RememberedGpu, Report, Seen, Unseen
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Remembered, RememberedGpu, Seen, Unseen
 from agent.model.goal import MachineGoal
-from agent.model.handoff import FabricAnswer, with_remark
+from agent.model.handoff import FabricAnswer, Report, with_remark
 from agent.model.paths import driver_root, machine_unit, mount_unit
 from agent.model.text import first_of, restart_command, rfc3339
 from agent.vendors.host_vendor import FabricReport

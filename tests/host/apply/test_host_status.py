@@ -4,13 +4,13 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import pytest
 
 from agent.host.apply.steps import FRESH, publish_host_status
-from agent.model.conditions import ConditionType, Reason, Status, true
-from agent.model.contract import HostStatus, parse_host_status
+from agent.model.conditions import Condition, ConditionType, Reason, Status, true
+from agent.model.contract import HostStatus, parse_host_status, render_host_status
 from agent.model.paths import REMOVED, STATE, conditions_file, handoff_file
 from agent.system.copy import DOOR
 from agent.system.files import temporary_path
@@ -19,6 +19,11 @@ from tests.fakes.host import Host
 
 FILE = conditions_file(MACHINE)
 READY = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "well")
+
+
+def publish(host: Host, ready: Mapping[str, Condition], with_state: Collection[str], now: float) -> tuple[str, ...]:
+    documents = {name: render_host_status(each, now) for name, each in ready.items()}
+    return publish_host_status(host, documents, with_state)
 
 
 def published(host: Host) -> HostStatus:
@@ -42,15 +47,15 @@ def test_the_next_timed_pass_renews_the_date_of_an_unchanged_status(gpu_host: Ho
     """A pass soon after another must not wake the machine."""
     reconciler(gpu_host).reconcile()
     for now, evaluated in ((100.0, 100.0), (100.0 + FRESH - 1, 100.0), (100.0 + FRESH, 100.0 + FRESH), (50.0, 50.0)):
-        assert publish_host_status(gpu_host, {MACHINE: READY}, (MACHINE,), now) == ()
+        assert publish(gpu_host, {MACHINE: READY}, (MACHINE,), now) == ()
         assert published(gpu_host).evaluated == evaluated
     changed = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "well\nindeed")
-    publish_host_status(gpu_host, {MACHINE: changed}, (MACHINE,), 51.0)
+    publish(gpu_host, {MACHINE: changed}, (MACHINE,), 51.0)
     assert (published(gpu_host).evaluated, published(gpu_host).ready.message) == (51.0, "well indeed")
-    publish_host_status(gpu_host, {MACHINE: changed}, (MACHINE,), 52.0)
+    publish(gpu_host, {MACHINE: changed}, (MACHINE,), 52.0)
     assert published(gpu_host).evaluated == 51.0
     gpu_host.file(FILE, "damaged")
-    publish_host_status(gpu_host, {MACHINE: READY}, (MACHINE,), 52.0)
+    publish(gpu_host, {MACHINE: READY}, (MACHINE,), 52.0)
     assert published(gpu_host).evaluated == 52.0
 
 
@@ -58,11 +63,11 @@ def test_a_link_that_the_machine_put_there_is_replaced_and_not_read(gpu_host: Ho
     """Root in the machine can remount its handoff directory writable."""
     reconciler(gpu_host).reconcile()
     elsewhere = "/var/tmp/conditions.json"
-    publish_host_status(gpu_host, {MACHINE: READY}, (MACHINE,), 100.0)
+    publish(gpu_host, {MACHINE: READY}, (MACHINE,), 100.0)
     gpu_host.make_directory("/var/tmp")
     gpu_host.rename(FILE, elsewhere)
     gpu_host.link(FILE, elsewhere)
-    publish_host_status(gpu_host, {MACHINE: READY}, (MACHINE,), 101.0)
+    publish(gpu_host, {MACHINE: READY}, (MACHINE,), 101.0)
     assert gpu_host.read_link(FILE) is None
     assert published(gpu_host).evaluated == 101.0
 
@@ -86,7 +91,7 @@ def test_attack_a_deep_tree_in_the_way_ends_no_pass(gpu_host: Host) -> None:
     moved = f"{REMOVED}/machines-gpu-node-handoff-conditions.json"
     gpu_host.command(*DOOR, moved)
     for ready in ({}, {MACHINE: READY}):
-        assert publish_host_status(gpu_host, ready, (MACHINE,), 1.0) == ()
+        assert publish(gpu_host, ready, (MACHINE,), 1.0) == ()
     assert gpu_host.is_file(FILE)
     assert gpu_host.is_directory(moved)
     assert reconciler(gpu_host).reconcile().sentences[-1].endswith(moved), "the next pass clears it, bounded in time"
@@ -98,7 +103,7 @@ def test_attack_many_directories_in_the_way_cost_nothing(gpu_host: Host, path: s
     reconciler(gpu_host).reconcile()
     for number in range(1000):
         os.makedirs(gpu_host.full_path(f"{path}/{number}"))
-    assert publish_host_status(gpu_host, {MACHINE: READY}, (MACHINE,), 1.0) == ()
+    assert publish(gpu_host, {MACHINE: READY}, (MACHINE,), 1.0) == ()
     assert published(gpu_host).evaluated == 1.0
     (moved,) = gpu_host.entries(REMOVED)
     assert len(gpu_host.entries(f"{REMOVED}/{moved}")) == 1000
@@ -114,7 +119,7 @@ def test_a_failure_is_reported_and_holds_up_no_other_machine(gpu_host: Host) -> 
     for failures in ([], [f"cannot update {conditions_file('another')}"]):
         gpu_host.remove(conditions_file("another"))
         gpu_host.make_directory(f"{conditions_file('another')}/in-the-way")
-        found = publish_host_status(gpu_host, {"another": READY, MACHINE: READY}, (MACHINE,), 1.0)
+        found = publish(gpu_host, {"another": READY, MACHINE: READY}, (MACHINE,), 1.0)
         assert [each.partition(":")[0] for each in found] == failures
         assert published(gpu_host).evaluated == 1.0
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent.config.settings import MachineSettings, NspawnSettings
-from agent.host.plan.nspawn import before_start, render_drop_in, render_nspawn
-from agent.host.state.records import clear_remains
+from agent.host.plan.nspawn import render_drop_in, render_nspawn
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import DeviceNode, ServiceDirectory
 from agent.model.paths import (
@@ -20,13 +19,10 @@ from agent.model.paths import (
     handoff_directory,
     nspawn_file,
     report_directory,
-    rewritten_nspawn,
     started_drop_in,
     started_nspawn,
     unit_drop_in,
 )
-from agent.system.files import System
-from tests.fakes.host import ScriptedRunner
 
 MACHINE = "gpu-node"
 PLACES = ("/etc/systemd", "/run/unbounded-agent", "/var/lib/unbounded-agent")

@@ -7,9 +7,9 @@ from agent.config.settings import Config
 from agent.host.plan.goal import plan
 from agent.host.verify.answers import STALE_AFTER, answers, released, why_unanswered
 from agent.model.conditions import ConditionType, Reason, false
-from agent.model.facts import Absent, Broken, FileState, Granted, LiveSettings, MachineFacts, Report, Seen, Unseen
+from agent.model.facts import Absent, Broken, FileState, Granted, LiveSettings, MachineFacts, Seen, Unseen
 from agent.model.goal import MachineGoal
-from agent.model.handoff import Publication
+from agent.model.handoff import Publication, Report
 from tests.fakes.facts import facts
 
 NOW, BEFORE = Publication(2, 20), Publication(1, 10)
@@ -72,8 +72,8 @@ def is_released(machine: MachineFacts, goal: MachineGoal, report: Report | Absen
 
 def test_a_device_is_released_once_the_machine_has_answered(goal: MachineGoal) -> None:
     machine = waiting(goal, published=1.0, kept=1.0)
-    assert is_released(machine, goal, Report(goal.generation, "", ()))
-    assert not is_released(machine, goal, Report("an earlier one", "", ()))
+    assert is_released(machine, goal, Report(goal.generation, ()))
+    assert not is_released(machine, goal, Report("an earlier one", ()))
 
 
 @pytest.mark.parametrize("report", [Absent("no report"), Broken("not JSON")])
@@ -81,7 +81,7 @@ def test_a_machine_that_does_not_report_prolongs_nothing(goal: MachineGoal, repo
     assert is_released(waiting(goal, published=1.0, kept=1.0), goal, report)
 
 
-@pytest.mark.parametrize("report", [Report("an earlier one", "", ()), Unseen("Input/output error")])
+@pytest.mark.parametrize("report", [Report("an earlier one", ()), Unseen("Input/output error")])
 def test_a_machine_has_limited_time_to_stop_using_a_device(goal: MachineGoal, report: Report | Unseen) -> None:
     """Since the handoff was published or, on a disk that is full, since the device was withdrawn."""
     late = STALE_AFTER + 1
@@ -113,5 +113,5 @@ def test_missing_nodes_are_believed_only_after_they_were_bound(
     machine = MachineFacts("active", name="gpu-node", root="/", publication=publication)
     machine = replace(machine, report_age=reported, live_age=bound, granted_age=published)
     missing = false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "/dev/nvidia0 is missing")
-    assert answers(Report(goal.generation, "", (missing,), publication=publication), machine, goal) is counts
-    assert answers(Report(goal.generation, "", (), publication=publication), machine, goal)
+    assert answers(Report(goal.generation, (missing,), publication=publication), machine, goal) is counts
+    assert answers(Report(goal.generation, (), publication=publication), machine, goal)

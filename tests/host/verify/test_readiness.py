@@ -26,7 +26,7 @@ from agent.model.facts import (
     VendorFacts,
 )
 from agent.model.goal import MachineGoal
-from agent.model.handoff import OTHER_DEVICES
+from agent.model.handoff import OTHER_DEVICES, Report
 from agent.model.paths import driver_root, mount_unit
 from tests.fakes.facts import CONFIG, MACHINE, at_rest, evaluated, facts, node, nvidia
 from tests.fakes.node_settings import node_settings
@@ -43,7 +43,7 @@ def report(goal: MachineGoal, *conditions: Condition) -> Report:
     """Return a report on the goal's handoff that has these conditions, and the others as True."""
     changed = {each.type: each for each in conditions}
     all_of_them = tuple(changed.get(kind) or true(kind, Reason.VERIFIED, "") for kind in KINDS)
-    return Report(goal.generation, "1.0.0", all_of_them)
+    return Report(goal.generation, all_of_them, agent_version="1.0.0")
 
 
 def conditions(
@@ -155,7 +155,7 @@ def test_without_a_current_report_nothing_in_the_machine_is_known(
 
 def test_no_report_counts_on_another_handoff_or_of_a_machine_that_does_not_run() -> None:
     seen, goal = at_rest(facts())
-    evaluated = conditions(seen, goal, found=replace(report(goal), generation="f" * 64))
+    evaluated = conditions(seen, goal, found=report(goal)._replace(generation="f" * 64))
     assert evaluated[ConditionType.CDI_SPEC_CURRENT][:2] == (Status.UNKNOWN, Reason.HANDOFF_PENDING)
     evaluated = conditions(changed(seen, unit_state="failed"), goal)
     assert evaluated[ConditionType.CDI_SPEC_CURRENT][:2] == (Status.UNKNOWN, Reason.MACHINE_NOT_RUNNING)
@@ -307,11 +307,11 @@ def test_only_the_current_report_of_a_machine_that_runs_says_what_is_strange_in_
         return conditions(seen, goal, config, found)[ConditionType.MACHINE_RUNNING]
 
     without = running(Absent("none"))
-    assert running(Report("", "", ())) == without
-    status, reason, message = running(Report("", "", (), unknown_conditions=("NewCheck=False (Failed)",)))
+    assert running(Report("", ())) == without
+    status, reason, message = running(Report("", (), unknown_conditions=("NewCheck=False (Failed)",)))
     assert (status, reason) == without[:2]
     assert ("machine says: NewCheck=False (Failed), which this release does not know" in message) == shown
-    status, reason, message = running(Report("", "", (), changed_files=("/etc/a",)))
+    status, reason, message = running(Report("", (), changed_files=("/etc/a",)))
     assert (status, reason) == (without[0], Reason.NODE_FILES_CHANGED if shown else without[1])
     assert ("/etc/a" in message) == shown
 

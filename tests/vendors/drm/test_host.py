@@ -19,11 +19,11 @@ from agent.model.facts import (
     Granted,
     MachineFacts,
     PciDevice,
-    Report,
     Unseen,
     VendorFacts,
 )
 from agent.model.goal import Grant, Share
+from agent.model.handoff import Report
 from agent.model.paths import machine_files
 from agent.vendors.host_vendor import FabricReport, Sources
 from tests.fakes.facts import evaluated
@@ -414,7 +414,7 @@ def test_a_host_with_intel_alone_becomes_ready(cards: Cards) -> None:
     running = replace(facts, machines=(replace(facts.machines[0], unit_state="active", live=goal.live),))
     inside = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
     fine = tuple(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in inside)
-    report = Report(goal.generation, "1", fine)
+    report = Report(goal.generation, fine)
     found = {each.type: each for each in evaluated(config.machines["node"], goal, running, report)}
     assert found[ConditionType.READY].reason == "AllConditionsTrue"
     assert found[ConditionType.DRIVER_LOADED].message == "kernel driver i915 for 1 GPU"
