@@ -5,7 +5,7 @@ from functools import partial
 
 from agent.cli.doctor.host import diagnose_machines
 from agent.cli.host import load, make_reconciler
-from agent.config.settings import Config
+from agent.config.load import Loaded
 from agent.host.daemon import loop
 from agent.host.daemon.health import Fixes
 from agent.host.reconcile import Outcome, Reconciler
@@ -22,9 +22,9 @@ def serve(options: argparse.Namespace, reconciler: Reconciler) -> int:
     )
 
 
-def fixes(system: System, config: Config, outcome: Outcome) -> Fixes:
+def fixes(system: System, loaded: Loaded, outcome: Outcome) -> Fixes:
     """Return the commands that `doctor` names for each machine's conditions."""
-    diagnoses = diagnose_machines(outcome.machines, outcome.facts, config, system, as_root=True)
+    diagnoses = diagnose_machines(outcome.machines, outcome.facts, loaded.config, system, as_root=True)
     return {
         diagnosis.machine: {kind: each.fix for each in diagnosis.findings for kind in each.conditions if each.fix}
         for diagnosis in diagnoses

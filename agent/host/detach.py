@@ -5,14 +5,13 @@ what other processes have open.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 from msgspec import Struct, field
 
-from agent.config.settings import Config, MachineSettings
 from agent.host.apply.steps import write_file
 from agent.host.plan.goal import Plan, remembered_files
 from agent.host.plan.nspawn import node_by_number
@@ -49,7 +48,7 @@ T = TypeVar("T", Gpu, RememberedGpu)
 UNSEEN_SHOWN = 10
 """At most this many processes that could not be inspected are listed; the others are only counted."""
 POLICIES = ("refuse", "drain-wait", "force")
-"""Values of agent.config.settings.MachineSettings.on_detach, the most careful first."""
+"""Values of the setting on_detach, the most careful first."""
 NOT_REGISTERED = (Reason.FABRIC_REGISTERING, Reason.FABRIC_NOT_REGISTERED, Reason.FABRIC_FAILED)
 """Reasons of FabricReady that rest on what GPUs say. A reset may have changed it."""
 
@@ -137,14 +136,14 @@ def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
     return (*lines, *held.unseen[:UNSEEN_SHOWN], *((f"and {more} more cannot be inspected",) if more > 0 else ()))
 
 
-def granted_to(address: str, facts: Facts, planned: Plan, config: Config) -> tuple[str, ...]:
+def granted_to(address: str, facts: Facts, planned: Plan, configured: Container[str]) -> tuple[str, ...]:
     """Return the machines that have the GPU, would have it if it were not detached, or may still open it.
 
     Raises AgentError if a machine may run, or start, with the GPU, and its settings cannot be changed now.
     """
     for machine in facts.machines:
         # If a configured machine has ended, its settings can still be changed: they are written before its next start.
-        cannot_change = machine.name in planned.held and not (machine.stays_ended and machine.name in config.machines)
+        cannot_change = machine.name in planned.held and not (machine.stays_ended and machine.name in configured)
         now = machine.granted
         if cannot_change and (address in now.gpus if isinstance(now, Granted) else not isinstance(now, Absent)):
             raise AgentError(f"cannot change machine {machine.name}: {planned.held[machine.name]}")
@@ -190,8 +189,7 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
         for file in remembered_files(Remembered(gpus, damage)):
             write_record(reconciler.system, file.path, file.content)
         if gpus != remembered.gpus or damage != remembered.damage:
-            # Wake the service: its metrics and the machines' Node objects show the loss until its next pass. Write the
-            # file under the lock, because a pass at the same time would remove the temporary file (HOST_FILES).
+            # Wake the service: its metrics and the machines' Node objects show the loss until its next pass.
             with suppress(OSError):
                 reconciler.system.write(WAKE, b"")
     lines = [
@@ -231,13 +229,13 @@ def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     """
     facts, planned, _ = reconciler.preview()
     gpu = find_gpu(address, facts)
-    machines, nodes = granted_to(gpu.pci_address, facts, planned, reconciler.config), gpu_nodes(facts, gpu.pci_address)
+    configured, nodes = reconciler.config.machines, gpu_nodes(facts, gpu.pci_address)
+    machines = granted_to(gpu.pci_address, facts, planned, configured)
     if unknown := why_unknown(gpu, nodes):
         return Ending(False, (f"{gpu.pci_address} was not detached: {unknown}",))
     # The most careful policy of the GPU's machines, and their longest drain_wait.
-    settings = [reconciler.config.machines[name] for name in machines] or [MachineSettings()]
-    policy = min((each.on_detach for each in settings), key=POLICIES.index)
-    seconds = max(each.drain_wait for each in settings)
+    policy = min((configured[name].on_detach for name in machines), key=POLICIES.index, default="refuse")
+    seconds = max((configured[name].drain_wait for name in machines), default=0)
     with detach_lock(reconciler.system, gpu.pci_address):
         removal = Removal(gpu, machines, reconciler, timing, nodes)
         removal.found = removal.is_recorded()
@@ -437,7 +435,7 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
         had_error = forget_fault(system, address)
     recovered = (f"{address} counts as healthy again: its last fatal error is forgotten",) if had_error else ()
     if gpu.detached or address in facts.gpus.tainted:
-        removal = Removal(gpu, granted_to(address, facts, planned, reconciler.config), reconciler, timing)
+        removal = Removal(gpu, granted_to(address, facts, planned, reconciler.config.machines), reconciler, timing)
         outcome = removal.attach_again()
         have = ", ".join(machine.name for machine in outcome.machines if address in machine.gpus)
         what = f"was given back to {have}" if have else "is no longer detached; no machine's settings ask for it"

@@ -2,6 +2,7 @@
 
 from agent.cli.doctor.bundle import examine
 from agent.cli.service import fixes
+from agent.config.load import Loaded
 from agent.model.conditions import ConditionType
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
@@ -16,7 +17,7 @@ def test_the_page_has_the_commands_of_doctor(gpu_host: Host) -> None:
     start(gpu_host, reconciler(gpu_host))
     gpu_host.remove_file("/sys/module/nvidia/version")
     agent = reconciler(gpu_host)
-    found = fixes(agent.system, agent.config, agent.reconcile())[MACHINE]
+    found = fixes(agent.system, Loaded(agent.config), agent.reconcile())[MACHINE]
     (machine,) = examine(agent).machines
     as_root = {kind: each.fix for each in machine.findings for kind in each.conditions if each.fix}
     assert found[ConditionType.DRIVER_LOADED] == as_root[ConditionType.DRIVER_LOADED]

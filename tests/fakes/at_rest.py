@@ -1,7 +1,5 @@
 """What must hold on a simulated host, after a pass and when everything has come to rest."""
 
-import os
-
 from agent.config.settings import Config
 from agent.host.reconcile import Outcome, Reconciler
 from agent.host.state.gpus import observe_gpus
@@ -10,7 +8,6 @@ from agent.model.facts import Facts, Granted, MachineFacts, parse_live
 from agent.model.goal import MachineGoal
 from agent.model.handoff import Handoff, parse_handoff
 from agent.model.paths import (
-    MACHINES_STATE,
     MANIFESTS,
     OWNED,
     REMEMBERED_GPUS,
@@ -24,7 +21,6 @@ from agent.model.paths import (
     nspawn_file,
     unit_drop_in,
 )
-from agent.system.files import NEW
 from tests.fakes.lively_host import LivelyHost
 
 NUMBER = "/dev/char/"
@@ -122,9 +118,6 @@ def _check_shares(handoffs: dict[str, Handoff], config: Config) -> None:
 def _check_leftovers(facts: Facts, host: LivelyHost) -> None:
     for directory in (STAGING, REMOVED):
         assert not host.exists(directory) or host.entries(directory) == ()
-    for directory, _, names in os.walk(host.root):
-        # The agent never lists a directory in which a machine can write.
-        assert MACHINES_STATE in directory or not [name for name in names if name.endswith(NEW)], directory
     (driver,) = (vendor.driver for vendor in facts.vendors if vendor.driver)
     used = [_used_roots(machine) for machine in facts.machines]
     if host.exists(TREES) and isinstance(driver.user_space.files, tuple) and None not in used:

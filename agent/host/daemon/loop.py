@@ -18,7 +18,6 @@ from msgspec import Struct
 
 from agent import __version__
 from agent.config.load import Loaded
-from agent.config.settings import Config
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.health import Fixes, Pass, View, changes, in_brief, status_line
 from agent.host.daemon.metrics import Metrics, unseen
@@ -259,7 +258,7 @@ class Passes(Protocol):
     def run_pass(self) -> Outcome: ...
 
 
-Fix = Callable[[Config, Outcome], Fixes]
+Fix = Callable[[Loaded, Outcome], Fixes]
 """Returns the commands that fix what an outcome's conditions show."""
 
 
@@ -307,10 +306,9 @@ class Daemon:
         with self._event_log.guarded(f"remove {SERVICE_STATE}, which an earlier service wrote"):
             system.remove(SERVICE_STATE)
         self._gpu_errors = GpuErrors(system, self._metrics.gpu_error)
-        sources = host_sources(system, HOST_VENDORS, lambda: self.config.driver)
+        sources = host_sources(system, HOST_VENDORS, lambda: self.loaded.config.driver)
         self._wakeups = Wakeups((*sources, self._gpu_errors))
-        loaded = load()
-        self.config, self._before = loaded.config, loaded.before
+        self.loaded = loaded = load()
         self._reconciler = self._make(loaded, self._progress)
         self._passes: deque[Pass] = deque(maxlen=PASSES)
         self.view = View(
@@ -322,7 +320,7 @@ class Daemon:
             passes=self._passes,
         )
         self._log_rejected(loaded.rejected)
-        self._endpoint = Endpoint(self.config.metrics.address, listeners(os.environ))
+        self._endpoint = Endpoint(loaded.config.metrics.address, listeners(os.environ))
         self.local = Server(listen_locally(system.full_path(RUNTIME), STATUSZ_SOCKET))
         self._failed_in_a_row = 0
         self._progress_reported = 0.0
@@ -362,17 +360,17 @@ class Daemon:
         with attempt() as made:
             loaded = self._load()
             # If another process has saved a newer last good configuration, use that one: machines start with it.
-            if loaded.rejected and (loaded.before == self._before or loaded.config == self.config):
+            if loaded.rejected and (loaded.before == self.loaded.before or loaded.config == self.loaded.config):
                 raise ConfigError(loaded.rejected)
             self._reconciler = self._make(loaded, self._progress)
-            self.config, self._before, self.view.config_loaded = loaded.config, loaded.before, time.time()
+            self.loaded, self.view.config_loaded = loaded, time.time()
         if made.error:
             # While the package is being upgraded, even the import of the validating modules may fail.
             lead = "cannot read the configuration: " if made.unexpected else ""
             self._reconciler.rejected = f"{lead}{made.why}"
         self._log_rejected(self._reconciler.rejected)
         with attempt() as moved:
-            self._endpoint.move(self.config.metrics.address)
+            self._endpoint.move(self.loaded.config.metrics.address)
         if moved.error:
             log.error("metrics and health pages stay at their former address: %s", one_line(moved.why))
         self.view.config_good = not self._reconciler.rejected and not moved.error
@@ -460,7 +458,7 @@ class Daemon:
         """Return every configured machine. A machine that no pass has evaluated yet has no conditions."""
         outcome = self.view.outcome
         evaluated = {machine.name: machine for machine in outcome.machines} if outcome else {}
-        return tuple(evaluated.get(name) or MachineOutcome(name, ()) for name in sorted(self.config.machines))
+        return tuple(evaluated.get(name) or MachineOutcome(name, ()) for name in sorted(self.loaded.config.machines))
 
     def _publish(self) -> None:
         view, error = self.view, self._gpu_errors.error
@@ -475,7 +473,7 @@ class Daemon:
         view.fixes = {}
         if view.outcome:
             with self._event_log.guarded("name the commands that fix faults"):
-                view.fixes = self._fix(self.config, view.outcome)
+                view.fixes = self._fix(self.loaded, view.outcome)
         publish(view, self._endpoint, self.local, self._metrics, self._timing.evidence, self._event_log.guarded)
 
 

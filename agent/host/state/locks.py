@@ -22,7 +22,7 @@ POLL = 0.05
 
 
 def pass_lock(system: System, progress: Callable[[str], None], until: float = math.inf) -> AbstractContextManager[None]:
-    """Hold the lock that is needed to make a pass, and to write the files in agent.host.state.records.HOST_FILES.
+    """Hold the lock that is needed to make a pass, and to write the host half's records.
 
     `progress` and `until` are the `progress` and `wait_until` of agent.host.reconcile.Reconciler. Raises AgentError if
     another process still has the lock after PASS_WAIT, or at the time `until`.

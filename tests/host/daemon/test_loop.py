@@ -626,7 +626,7 @@ def test_a_last_good_configuration_that_could_not_be_replaced_stays_out(service:
     )
     with daemon(service.root, lambda: next(loads)) as found:
         found.reload()
-        assert found.config == newer
+        assert found.loaded.config == newer
         found.reload()
         assert found.config == older, "another process has saved it meanwhile"
         read = found.view.config_loaded
