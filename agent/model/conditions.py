@@ -215,17 +215,6 @@ class ConditionType(StrEnum):
     READY = "Ready"
 
 
-IN_MACHINE = (
-    ConditionType.LIBRARIES_LINKED,
-    ConditionType.CDI_SPEC_CURRENT,
-    ConditionType.RUNTIME_CONFIGURED,
-    ConditionType.RUNTIME_ACTIVE,
-    ConditionType.VALIDATION_MARKERS_SET,
-    ConditionType.GPUS_ADVERTISED,
-    ConditionType.NODE_CONDITION_SET,
-)
-"""Conditions that only the machine half reports. The host half reports the others; both report DevicesAllowed."""
-
 NOT_NEEDED_FOR_READY = frozenset(
     {
         ConditionType.GPUS_COMPLETE,

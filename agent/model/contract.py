@@ -118,13 +118,8 @@ def render_gpu_states(gpus: Iterable[GpuStatus]) -> bytes:
 
 
 def parse_gpu_states(data: bytes) -> dict[str, GpuStatus]:
-    """Return the states by PCI address. Raises DocumentError, which names the wrong key or the repeated GPU."""
+    """Return the states by PCI address. Raises DocumentError, which names the wrong key."""
     gpus = parse_document(GPU_STATES_NAME, data, _GpuStates, VERSION, HOST).gpus
-    addresses = [each.pci_address for each in gpus]
-    _refuse_duplicates(GPU_STATES_NAME, "GPU", addresses, "the host half writes the document again")
-    for gpu in gpus:
-        if gpu.effect and gpu.state is GpuState.HEALTHY:
-            raise DocumentError(f"{GPU_STATES_NAME}: a healthy GPU cannot have the effect {gpu.effect}")
     return {gpu.pci_address: _short(gpu) for gpu in gpus}
 
 
@@ -132,10 +127,11 @@ def _short(gpu: GpuStatus) -> GpuStatus:
     return gpu._replace(message=one_line(gpu.message)[:MESSAGE_LIMIT])
 
 
-def _refuse_duplicates(where: str, what: str, items: Iterable[object], advice: str) -> None:
+def _refuse_duplicates(what: str, items: Iterable[object]) -> None:
     duplicate = next((item for item, count in Counter(items).items() if count > 1), None)
     if duplicate is not None:
-        raise DocumentError(f"{where}: {what} {duplicate} is listed twice", advice)
+        advice = "the machine half writes the document again"
+        raise DocumentError(f"{ALLOCATABLE_NAME}: {what} {duplicate} is listed twice", advice)
 
 
 # The allocatable devices: those that pods may be given by Dynamic Resource Allocation.
@@ -201,7 +197,7 @@ def parse_allocatable(data: bytes) -> tuple[AllocatableVendor, ...]:
         ("device", [(each.pci_address, each.partition) for each in devices]),
         ("CDI name", [name for each in devices for name in each.cdi_names]),
     ):
-        _refuse_duplicates(ALLOCATABLE_NAME, what, items, "the machine half writes the document again")
+        _refuse_duplicates(what, items)
     return vendors
 
 

@@ -13,7 +13,7 @@ from agent import __version__
 from agent.cli.prepare import prepare
 from agent.config.settings import Config
 from agent.host.reconcile import MachineOutcome, Outcome, Reconciler
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, false, true
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false, true
 from agent.model.errors import AgentError, DocumentError
 from agent.model.facts import parse_live
 from agent.model.handoff import Handoff, Publication, Report, parse_handoff, render_report
@@ -31,6 +31,7 @@ from integration.faults_suite.host_services import Bus, Runner, ScenarioHost
 from integration.faults_suite.interception import Watch
 from integration.faults_suite.trees import numbered, snapshot, unordered
 from tests.fakes.gpu_host import MACHINE, UNITS, units
+from tests.fakes.reports import IN_MACHINE
 
 BOOT_ID = "11111111-2222-3333-4444-555555555555"
 CLOCK_REALTIME_COARSE = 5

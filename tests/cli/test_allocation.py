@@ -11,13 +11,14 @@ from agent import __version__
 from agent.config.settings import Config
 from agent.host.allocation import CLAIM_LINES, DIRECTORY, Node, to_dra
 from agent.host.reconcile import Reconciler
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import ConfigError, DocumentError
 from agent.model.handoff import Report, parse_handoff, render_report
 from agent.model.paths import cordoned_file, handoff_file, report_directory
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, set_up, units
 from tests.fakes.host import Host
+from tests.fakes.reports import IN_MACHINE
 
 ADMIN = "/root/.kube/config"
 NODE = "kube1"

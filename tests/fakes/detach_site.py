@@ -8,7 +8,7 @@ from agent import __version__
 from agent.config.settings import Config
 from agent.host.detach import Timing
 from agent.host.reconcile import Reconciler
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import DeviceAllow, parse_live, render_live
 from agent.model.handoff import FabricAnswer, Publication, Report, parse_handoff, render_report
 from agent.model.paths import handoff_file, live_file, report_directory
@@ -16,6 +16,7 @@ from tests.fakes.clock import Clock
 from tests.fakes.gpu_host import MACHINE, set_up, units
 from tests.fakes.host import Host
 from tests.fakes.processes import process
+from tests.fakes.reports import IN_MACHINE
 
 PERMISSION = DeviceAllow("/dev/char/195:1", "rw")
 HOLDER = 4242

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from agent import __version__
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import BusAnswerError, BusError, DocumentError
 from agent.model.handoff import Publication, Report, parse_handoff, render_report
 from agent.model.paths import (
@@ -35,6 +35,7 @@ from agent.system.systemd import SYSTEMD_MANAGER
 from tests.fakes.clearing import clear_below, clears
 from tests.fakes.faults import FaultyHost
 from tests.fakes.host import CHANGES, JOB_VERBS, ScriptedBus, ScriptedRunner
+from tests.fakes.reports import IN_MACHINE
 
 BOOT_ID = "11111111-2222-3333-4444-555555555555"
 SERVICES = ("nvidia-persistenced.service", "nvidia-fabricmanager.service")

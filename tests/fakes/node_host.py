@@ -13,7 +13,7 @@ from agent import __version__
 from agent.config.settings import Config
 from agent.host.provision.preflight import PROGRAMS
 from agent.host.reconcile import Reconciler
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import render_live
 from agent.model.handoff import Report, parse_handoff, render_report
 from agent.model.node import Link, Network, Route, Rule
@@ -24,6 +24,7 @@ from tests.fakes.clearing import clear_below, clears
 from tests.fakes.gpu_host import MACHINE, UNITS, set_up, units
 from tests.fakes.host import Host, ScriptedRunner
 from tests.fakes.layouts import put_layout
+from tests.fakes.reports import IN_MACHINE
 
 NODE, SERVER, TOKEN = "node-1", "https://192.0.2.1:6443", "abcdef.0123456789abcdef"
 CA_FILE, TOKEN_FILE = "/etc/unbounded-agent/ca.crt", "/etc/unbounded-agent/token"

@@ -3,7 +3,7 @@
 import time
 
 from agent.host.reconcile import MachineOutcome
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, true
+from agent.model.conditions import Condition, ConditionType, Reason, Status, true
 from agent.model.handoff import Publication, Report, parse_handoff, render_report
 from agent.model.paths import (
     REPORT_NAME,
@@ -12,6 +12,17 @@ from agent.model.paths import (
 )
 from tests.fakes.gpu_host import MACHINE
 from tests.fakes.host import Host
+
+IN_MACHINE = (
+    ConditionType.LIBRARIES_LINKED,
+    ConditionType.CDI_SPEC_CURRENT,
+    ConditionType.RUNTIME_CONFIGURED,
+    ConditionType.RUNTIME_ACTIVE,
+    ConditionType.VALIDATION_MARKERS_SET,
+    ConditionType.GPUS_ADVERTISED,
+    ConditionType.NODE_CONDITION_SET,
+)
+"""Conditions that only the machine half reports. The host half reports the others; both report DevicesAllowed."""
 
 
 def condition(machine: MachineOutcome, kind: ConditionType) -> tuple[Status, str]:

@@ -3,12 +3,13 @@
 from agent.cli.doctor.host import SERVICE
 from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_path
 from agent.host.reconcile import Reconciler
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, true
+from agent.model.conditions import Condition, ConditionType, Reason, Status, true
 from agent.model.facts import render_live
 from agent.model.handoff import FabricAnswer, Report, parse_handoff, render_report
 from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
 from tests.fakes.gpu_host import MACHINE, units
 from tests.fakes.host import Host
+from tests.fakes.reports import IN_MACHINE
 
 ALL_OPEN = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
 

@@ -4,9 +4,9 @@ import struct
 from typing import Any
 
 from agent.config.settings import DriverSettings
-from agent.host.observe.host import Listing, list_loader_cache
+from agent.host.observe.host import list_loader_cache
 from agent.model.conditions import Condition, ConditionType
-from agent.model.facts import CacheEntry, Library, Seen, UserSpace, VendorFacts
+from agent.model.facts import Library, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.conditions import nvidia_conditions
@@ -19,12 +19,10 @@ MAIN = ("libcuda", "libnvidia-ml")
 
 
 def sources(host: Host, **driver: Any) -> Sources:  # noqa: ANN401
-    def entries(root: str) -> Seen[tuple[CacheEntry, ...]]:
-        listing = list_loader_cache(host, root)
-        return listing.entries if isinstance(listing, Listing) else listing
-
     settings = DriverSettings.validated(driver)
-    return Sources(host, host.architecture(), host.pci, host.drm, entries, {}, driver=settings)
+    return Sources(
+        host, host.architecture(), host.pci, host.drm, lambda root: list_loader_cache(host, root), {}, driver=settings
+    )
 
 
 def user_space(host: Host, module: str = "", **driver: Any) -> UserSpace:  # noqa: ANN401

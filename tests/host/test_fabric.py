@@ -5,13 +5,14 @@ import pytest
 from agent.host.reconcile import Reconciler
 from agent.host.state.records import read_history, write_history
 from agent.host.verify.readiness import STARTING_LIMIT
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, true
+from agent.model.conditions import Condition, ConditionType, Reason, Status, true
 from agent.model.errors import BusError
 from agent.model.facts import PciDevice, render_live
 from agent.model.handoff import FabricAnswer, Handoff, Publication, Report, parse_handoff, render_report
 from agent.model.paths import REPORT_NAME, fabric_file, handoff_file, live_file, report_directory
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
+from tests.fakes.reports import IN_MACHINE
 
 GPUS = ("0000:01:00.0", "0000:02:00.0")
 MANAGER = UNITS[2]

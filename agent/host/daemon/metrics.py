@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from agent.host.daemon.health import View
 from agent.host.daemon.server import Page
 from agent.host.reconcile import MachineOutcome, Outcome, granted_to
-from agent.host.verify.gpu_states import listed_gpus
+from agent.host.verify.gpu_states import gpu_state, listed_gpus
 from agent.model.conditions import ConditionType, Reason, Status, unknown
 from agent.model.device import DeviceKind
 from agent.model.facts import Broken, Facts, Gpu, Unseen, VendorFacts
@@ -29,9 +29,6 @@ GPU_STATUSES = ("ok", "missing", "unbound", "failed", "detached", "unused", "unk
 RESULTS = ("converged", "changed", "partial", "failed")
 """Results of a pass: there was nothing to do (`converged`), something was done (`changed`), some steps or observations
 failed (`partial`), or the pass did not finish (`failed`)."""
-ACTIONS = (*get_args(ActionKind), "other")
-"""Values of the label `kind` of actions_total. No action has the kind `other` any longer, but dashboards may still use
-that series."""
 BUCKETS = (0.1, 0.5, 2, 10, 60, 300)
 CONVERGENCE_BUCKETS = (0.5, 2, 5, 15, 60, 300)
 
@@ -165,12 +162,9 @@ def _gpu_status(gpu: Gpu, vendor: VendorFacts) -> str:
     `detached`, `unbound` (no kernel driver), `failed` (the kernel log says that the GPU no longer answers), `unknown`
     (nodes cannot be listed), `ok` (a usable node), `missing` (no usable node).
     """
-    if gpu.detached:
-        return "detached"
-    if not gpu.driver:
-        return "unbound"
-    if gpu.why_lost:
-        return "failed"
+    known = {"detached": "detached", "no-driver": "unbound", "failed": "failed"}
+    if status := known.get(gpu_state(gpu, vendor, ())):
+        return status
     if not isinstance(vendor.devices, tuple):
         return "unknown"
     # A GPU has a minor number only if its driver makes GPU nodes of its own. Other GPUs have DRM's render nodes.
@@ -249,7 +243,7 @@ class Metrics(Collector):
             RESULTS,
         )
         self._actions = self._counter(
-            "actions_total", "Changes that the agent made to the host, by kind.", ("kind",), ACTIONS
+            "actions_total", "Changes that the agent made to the host, by kind.", ("kind",), get_args(ActionKind)
         )
         self._failures = self._counter("failures_total", "Steps that failed, in all passes.")
         self._reloads = self._counter(

@@ -230,12 +230,8 @@ ARCHITECTURES = {"x86-64": "x86_64", "AArch64": "aarch64"}
 are unsupported."""
 
 
-class Listing(Struct, frozen=True):
-    """The output of `ldconfig -p`. The order matters: the loader takes the first entry of a soname."""
-
-    entries: tuple[CacheEntry, ...]
-    skipped: int = 0
-    """Number of lines of unknown format."""
+Listing = tuple[CacheEntry, ...]
+"""The output of `ldconfig -p`. The order matters: the loader takes the first entry of a soname."""
 
 
 def parse_listing(output: str) -> Listing | Broken:
@@ -247,9 +243,9 @@ def parse_listing(output: str) -> Listing | Broken:
     lines = [line for line in body.split("\n") if line and not line.startswith(FOOTER)]
     if len(lines) < int(match[1]):
         return Broken(f"ldconfig -p: the output lists only {len(lines)} of {match[1]} libraries")
+    # Lines of an unknown form are left out.
     parsed = [each for each in map(LINE.fullmatch, lines) if each]
-    entries = tuple(CacheEntry(each["soname"], _architecture(each["tags"]), each["path"]) for each in parsed)
-    return Listing(entries, skipped=len(lines) - len(entries))
+    return tuple(CacheEntry(each["soname"], _architecture(each["tags"]), each["path"]) for each in parsed)
 
 
 def _architecture(tags: str) -> str:
@@ -318,16 +314,12 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     parent_mount = mount_unit(HOST_NVIDIA)
     units = observe_units([*map(machine_unit, names), *services, parent_mount], system)
 
-    def loader_cache(root: str) -> Seen[tuple[CacheEntry, ...]]:
-        listing = list_loader_cache(system, root, memory.listings)
-        return listing.entries if isinstance(listing, Listing) else listing
-
     sources = Sources(
         system=system,
         architecture=system.architecture(),
         pci=devices.pci_devices(),
         drm=devices.drm_devices(),
-        loader_cache=loader_cache,
+        loader_cache=lambda root: list_loader_cache(system, root, memory.listings),
         driver=config.driver,
         machines=config.machines,
         units={service: units[service].unit_state for service in services},
@@ -349,11 +341,6 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     problems = (
         "" if isinstance(template, tuple) else template.why,
         discarded,
-        *(
-            f"ldconfig -p{'' if root == '/' else f' of {root}'}: skipped {listing.skipped} lines of unknown format"
-            for root, (_, listing) in memory.listings.items()
-            if listing.skipped
-        ),
         notes.problem,
         damage,
         *(each for name in names for each in ignored_settings(name, system)),

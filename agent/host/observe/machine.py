@@ -343,12 +343,8 @@ def _root(name: str, system: System, *, is_node: bool) -> Seen[str]:
         case False if is_node:
             return Absent(f"{path} does not exist; run `unbounded-agent up {name}`, which makes it")
         case False:
-            names = read_seen(system.entries, MACHINE_ROOTS)
-            visible = [each for each in names if not each.startswith(".")] if isinstance(names, tuple) else []
-            roots = [each for each in visible if read_seen(system.is_directory, f"{MACHINE_ROOTS}/{each}") is True]
-            existing = f"unknown, {names.why}" if isinstance(names, Unseen) else ", ".join(roots) or "none"
             advice = "correct the name, or unpack the machine's image into that directory"
-            return Absent(f"{path} does not exist; {advice} (machines in {MACHINE_ROOTS}: {existing})")
+            return Absent(f"{path} does not exist; {advice}")
         case unseen:
             return unseen
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 
-from msgspec import Struct
+from msgspec.structs import asdict
 
 from agent.host.vendors import host_vendor
 from agent.model.conditions import Reason
 from agent.model.contract import Effect, GpuState, GpuStatus
-from agent.model.facts import Facts, Gpu, GpuFacts, Placement, Remembered, Seen, VendorFacts
+from agent.model.facts import Facts, Gpu, GpuFacts, Placement, Remembered, RememberedGpu, Seen, VendorFacts
 from agent.model.goal import MachineGoal
 from agent.model.text import rfc3339
 
@@ -59,16 +59,10 @@ def _state(gpu: Gpu, gpu_facts: GpuFacts) -> GpuStatus:
 LOST = "lost"
 
 
-class ListedGpu(Struct, frozen=True):
+class ListedGpu(RememberedGpu, frozen=True):
     """One GPU on the PCI bus, or one that machines have lost; docs/json.md describes the states."""
 
-    pci_address: str
-    vendor: str
-    state: str
-    machines: tuple[str, ...] = ()
-    """Names of the machines that have the GPU, or had it when they lost it."""
-    model: str = ""
-    uuid: str = ""
+    state: str = ""
 
 
 def listed_gpus(facts: Facts, granted: Mapping[str, tuple[str, ...]]) -> Iterator[ListedGpu]:
@@ -76,11 +70,11 @@ def listed_gpus(facts: Facts, granted: Mapping[str, tuple[str, ...]]) -> Iterato
     for vendor in facts.vendors:
         for gpu in vendor.gpus:
             machines = granted.get(gpu.pci_address, ())
-            state = gpu_state(gpu, vendor, machines)
-            yield ListedGpu(gpu.pci_address, gpu.vendor, state, machines, gpu.model, gpu.uuid)
+            known = (gpu.pci_address, gpu.vendor, gpu.model, gpu.uuid, machines)
+            yield ListedGpu(*known, state=gpu_state(gpu, vendor, machines))
     for lost in facts.remembered.gpus if isinstance(facts.remembered, Remembered) else ():
         if lost.lost:
-            yield ListedGpu(lost.pci_address, lost.vendor, LOST, lost.machines, lost.model, lost.uuid)
+            yield ListedGpu(**asdict(lost), state=LOST)
 
 
 def gpu_state(gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...]) -> str:

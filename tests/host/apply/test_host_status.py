@@ -113,8 +113,8 @@ def test_a_failure_is_reported_and_holds_up_no_other_machine(gpu_host: Host) -> 
     """For example, a second directory is in the way while the first one is not removed yet."""
     reconciler(gpu_host).reconcile()
     gpu_host.file(f"{STATE}/machines/stray", "")
-    assert publish_host_status(gpu_host, {}, ("stray", MACHINE), 1.0) == ()
-    assert publish_host_status(gpu_host, {"without-gpus": READY}, (MACHINE,), 1.0) == ()
+    assert publish(gpu_host, {}, ("stray", MACHINE), 1.0) == ()
+    assert publish(gpu_host, {"without-gpus": READY}, (MACHINE,), 1.0) == ()
     assert not gpu_host.exists(f"{STATE}/machines/without-gpus")
     for failures in ([], [f"cannot update {conditions_file('another')}"]):
         gpu_host.remove(conditions_file("another"))

@@ -628,11 +628,11 @@ def test_a_last_good_configuration_that_could_not_be_replaced_stays_out(service:
         found.reload()
         assert found.loaded.config == newer
         found.reload()
-        assert found.config == older, "another process has saved it meanwhile"
+        assert found.loaded.config == older, "another process has saved it meanwhile"
         read = found.view.config_loaded
         found.reload()
         assert (found.view.config_loaded, found.view.config_good) == (read, False), "a bad one does not count as read"
-        assert found.config is older
+        assert found.loaded.config is older
 
 
 def test_the_watchdogs_abort_leaves_stacks(service: Service) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.host.observe.driver_roots import INDICES, Staged, observe_staged
-from agent.host.state.records import render_manifest
-from agent.model.facts import Library, StagedRoot
+from agent.host.observe.driver_roots import INDICES, observe_staged
+from agent.host.state.records import MANIFEST
+from agent.model.facts import Library, StagedFacts, StagedRoot
 from agent.model.paths import HOST_NVIDIA, MANIFESTS, TREES
 from agent.system.files import MOUNTS
 from tests.fakes.host import Host
@@ -115,4 +115,4 @@ def test_the_next_index_skips_what_a_machine_puts_in_the_way(host: Host) -> None
 def test_indices_are_reused_when_mount_points_run_out(host: Host, last: int, index: int) -> None:
     stage(host, 0)
     stage(host, last)
-    assert observe_staged(host).next_index == index
+    assert observe_staged(host).next_driver_root_index == index

@@ -68,7 +68,7 @@ def test_masked_units(host: Host) -> None:
 def test_a_property_of_another_type_leaves_the_unit_unseen(host: Host) -> None:
     host.bus.unit("a.service")
     host.bus.properties[host.bus.units["a.service"], f"{SYSTEMD}.Unit", "NeedDaemonReload"] = ("s", "no")
-    assert "NeedDaemonReload" in str(properties(host, "a.service").state)
+    assert "NeedDaemonReload" in str(properties(host, "a.service").unit_state)
 
 
 @pytest.mark.parametrize("answer", [(), ([],), ("text",), ([("a",)] * 2,)], ids=["none", "short", "text", "long"])

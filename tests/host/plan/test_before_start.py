@@ -163,13 +163,3 @@ def test_a_lock_that_cannot_be_opened_stops_nothing(tmp_path: Path) -> None:
     settings(tmp_path, "/dev/nvidia0")
     start(tmp_path)
     assert b"#missing:" in written(tmp_path)
-
-
-def test_a_pass_removes_what_a_killed_shell_left(tmp_path: Path) -> None:
-    (script,) = [line for line in before_start(MACHINE) if "mv -f" in line]
-    assert script.partition("mv -f ")[2].split()[0] == rewritten_nspawn(MACHINE)
-    system = System(ScriptedRunner(), str(tmp_path))
-    system.write(nspawn_file(MACHINE), b"whole")
-    system.write(rewritten_nspawn(MACHINE), b"half")
-    clear_remains(system, (MACHINE,))
-    assert system.entries("/etc/systemd/nspawn") == ("gpu-node.nspawn",)

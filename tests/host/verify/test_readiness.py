@@ -10,7 +10,7 @@ from agent.config.settings import Config, MachineSettings
 from agent.host.verify.answers import STALE_AFTER
 from agent.host.verify.readiness import Case, expected_gpus
 from agent.host.verify.readiness import conditions as conditions_of
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Reason, Status, false, true
+from agent.model.conditions import Condition, ConditionType, Reason, Status, false, true
 from agent.model.device import DeviceKind
 from agent.model.facts import (
     Absent,
@@ -30,6 +30,7 @@ from agent.model.handoff import OTHER_DEVICES, Report
 from agent.model.paths import driver_root, mount_unit
 from tests.fakes.facts import CONFIG, MACHINE, at_rest, evaluated, facts, node, nvidia
 from tests.fakes.node_settings import node_settings
+from tests.fakes.reports import IN_MACHINE
 
 KINDS = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
 NOT_PERMITTED = false(ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED, "x")

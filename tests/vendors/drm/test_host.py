@@ -9,7 +9,7 @@ from agent.config.settings import Config
 from agent.host.detach import gpu_nodes, why_unknown
 from agent.host.plan.goal import plan, select
 from agent.host.vendors import HOST_VENDORS, host_vendor
-from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.device import DeviceKind
 from agent.model.facts import (
     Absent,
@@ -28,6 +28,7 @@ from agent.model.paths import machine_files
 from agent.vendors.host_vendor import FabricReport, Sources
 from tests.fakes.facts import evaluated
 from tests.fakes.host import PROC_DEVICES, Host
+from tests.fakes.reports import IN_MACHINE
 
 pytestmark = pytest.mark.scenario("004")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent.config.settings import DriverSettings
-from agent.host.observe.host import Listing, list_loader_cache
+from agent.host.observe.host import list_loader_cache
 from agent.model.conditions import Status
 from agent.model.facts import Absent, Broken, Unseen
 from agent.system.deadlines import bounded, stuck
@@ -319,8 +319,8 @@ def test_each_root_has_its_cache(host: Host) -> None:
     bare(host)
     other_root(host)
     first = list_loader_cache(host, DRIVER_CONTAINER)
-    assert isinstance(first, Listing)
-    assert [entry.path for entry in first.entries] == [f"/{X86}/{name}.so.1" for name in MAIN]
+    assert isinstance(first, tuple)
+    assert [entry.path for entry in first] == [f"/{X86}/{name}.so.1" for name in MAIN]
     assert list_loader_cache(host) != first
 
 
