@@ -6,7 +6,6 @@ The host is the one of tests/fakes/gpu_host.py: recorded names and links, everyt
 import errno
 import os
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 from msgspec.structs import replace
@@ -52,81 +51,7 @@ NEW = StagedRoot(1, "nvidia", NEWER, tuple(replace(file, target=f"{file.target}.
 
 def recorded_roots(host: Host) -> tuple[int, ...]:
     path = handed_roots_file(MACHINE)
-    return parse_handed(path, host.read(path))
-
-
-def reinstall(host: Host, time: int) -> None:
-    """Install the package again: each file gets a new inode and a new time, and ldconfig runs."""
-    for directory, _, names in os.walk(f"{host.root}/usr/lib"):
-        for path in (Path(directory, name) for name in names):
-            if path.is_file() and not path.is_symlink():
-                content, mode = path.read_bytes(), path.stat().st_mode
-                path.unlink()
-                path.write_bytes(content)
-                path.chmod(mode)
-                os.utime(path, (time, time))
-    host.write(LOADER_CACHE, b"written again")
-
-
-def repair(host: Host) -> None:
-    """Repair one of the newly installed libraries."""
-    path = Path(f"{host.root}/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.{VERSION}")
-    path.write_bytes(b"mended" + path.read_bytes()[6:])
-    os.utime(path, (1_800_000_000, 1_800_000_000))
-
-
-def test_the_same_driver_with_new_times_is_the_same_driver(host: Host) -> None:
-    """This holds whatever happens to the records of its times, and even if the service restarts."""
-    start_machine(host)
-    for number in range(3):
-        reinstall(host, 1_800_000_000 + number)
-        if number == 2:
-            host.write(times_file(0), b"{")
-        (written,) = reconciler(host).reconcile().sentences
-        assert written.startswith(f"write {times_file(0)} ")
-        assert reconciler(host).reconcile().actions == (), "it is not compared again"
-    assert host.entries(TREES) == ("0",)
-    assert condition(reconciler(host).reconcile(), ConditionType.DRIVER_ROOT_STAGED).status == "True"
-
-
-class OpeningHost(Host):
-    """A host that records which files of driver roots were opened."""
-
-    opened: list[str]
-
-    def open_public(self, real_path: str) -> BinaryIO:
-        if real_path.startswith(TREES):
-            self.opened.append(real_path)
-        return super().open_public(real_path)
-
-
-@pytest.mark.parametrize("content", ["the same", "another"])
-def test_reinstalled_files_are_compared_once(tmp_path: Path, content: str) -> None:
-    """This holds even if another driver was found and cannot be staged."""
-    host = OpeningHost(tmp_path, runner=RunnerThatClears(tmp_path))
-    host.opened = []
-    set_up(host)
-    start_machine(host)
-    reinstall(host, 1_800_000_000)
-    if content == "another":
-        repair(host)
-    reconciler(host).preview()
-    assert host.opened
-    if content == "the same":
-        reconciler(host).reconcile()
-    host.opened.clear()
-    reconciler(host).preview()
-    assert host.opened == []
-
-
-def test_another_content_of_the_same_size_is_another_driver(host: Host) -> None:
-    """This happens when a file was damaged and its package is installed again."""
-    start_machine(host)
-    reinstall(host, 1_800_000_000)
-    repair(host)
-    reconciler(host).reconcile()
-    assert driver_root(host).endswith("/1")
-    assert not host.exists(times_file(0))
+    return HANDED.parse(path, host.read(path)).indices
 
 
 def test_an_upgrade_waits_for_the_module_and_then_replaces_everything(host: Host) -> None:

@@ -379,10 +379,9 @@ def publish_documents(
             if not isinstance(before, bytes) or not same(before, content):
                 make_way(path, system)
                 system.write(path, content)
-        except OSError as error:
-            failures.append(f"cannot update {path}: {reason(error, path)}")
         except Exception as error:
-            failures.append(f"cannot update {path}: {in_words(error)}")
+            why = reason(error, path) if isinstance(error, OSError) else in_words(error)
+            failures.append(f"cannot update {path}: {why}")
     return tuple(failures)
 
 

@@ -159,7 +159,7 @@ def _device_counts(outcome: Outcome) -> Samples:
 def _gpu_status(gpu: Gpu, vendor: VendorFacts) -> str:
     """Return a GPU's status, the first of these that applies:
 
-    `detached`, `unbound` (no kernel driver), `failed` (the kernel log says that the GPU no longer answers), `unknown`
+    `detached`, `failed` (the kernel log says that the GPU no longer answers), `unbound` (no kernel driver), `unknown`
     (nodes cannot be listed), `ok` (a usable node), `missing` (no usable node).
     """
     known = {"detached": "detached", "no-driver": "unbound", "failed": "failed"}

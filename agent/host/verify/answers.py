@@ -65,17 +65,12 @@ def why_unanswered(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> st
     # The handoff and the record of its grant must be on disk. One that cannot be read may be.
     found = ((machine.granted, goal.granted), (file.content if file else Absent(""), goal.handoff_file.content))
     if not any(isinstance(seen, Unseen) for seen, _ in found) and any(seen != wanted for seen, wanted in found):
-        return (
-            "the agent has not written the latest handoff yet, so the machine cannot answer it; if that lasts, "
-            "`unbounded-agent apply` writes it or says why it cannot"
-        )
+        return "the agent has not written the latest handoff yet: `unbounded-agent apply` does, or says why it cannot"
     if machine.granted_age <= STALE_AFTER:
         return "the machine has not answered the latest handoff yet"
-    return (
-        f"the machine has not answered the latest handoff within {STALE_AFTER:.0f} s: see "
-        f"`journalctl -M {machine.name} -u unbounded-agent-gpu`; if {STATE} was replaced while the machine ran, the "
-        f"machine still has the old directory: run {restart_command(machine.name)}"
-    )
+    see = f"see `journalctl -M {machine.name} -u unbounded-agent-gpu`"
+    replaced = f"if {STATE} was replaced while the machine ran: run {restart_command(machine.name)}"
+    return f"the machine has not answered the latest handoff within {STALE_AFTER:.0f} s: {see}; {replaced}"
 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Seen[Report], now: float) -> bool:

@@ -344,10 +344,8 @@ def _running(case: Case) -> Condition:
     fresh = case.goal is not None and case.machine.report_age <= STALE_AFTER
     report = case.machine.report if fresh else None
     if isinstance(report, Report) and report.unknown_conditions:
-        remark = (
-            f"; {MACHINE_SAYS}{first_of(report.unknown_conditions, NAMED)}, which this release does not know and "
-            "ignores: install on the host the release of the agent that the machine's image has"
-        )
+        says = f"; {MACHINE_SAYS}{first_of(report.unknown_conditions, NAMED)}"
+        remark = f"{says}, which this release does not know: install on the host the release that its image has"
         (remarked,) = with_remark([true(kind, reason, message)], kind, remark)
         message = remarked.message
     if isinstance(report, Report) and report.changed_files and case.settings.node:
@@ -401,9 +399,7 @@ def _from_machine(kind: ConditionType, case: Case, goal: MachineGoal) -> Conditi
         return unknown(kind, *current)
     found = next((each for each in current.conditions if each.type is kind), None)
     if found is None:
-        missing = (
-            "the machine's report does not contain this condition; its image may have another release of the agent"
-        )
+        missing = "the machine's report lacks this condition; its image may have another release of the agent"
         return unknown(kind, Reason.NOT_REPORTED, missing)
     return found._replace(message=f"{MACHINE_SAYS}{found.message}")
 
@@ -418,12 +414,9 @@ def _current_report(case: Case, goal: MachineGoal) -> Report | tuple[Reason, str
         return Reason.MACHINE_NOT_RUNNING, f"machine {machine.name} is not running"
     match report:
         case Absent():
-            return (
-                Reason.NO_REPORT,
-                "the machine has not reported: it may still be booting, or its image does not contain the machine "
-                f"half; see `journalctl -M {machine.name} -u unbounded-agent-gpu`; if it shows no entries, build the "
-                "image from containerfiles/",
-            )
+            see = f"see `journalctl -M {machine.name} -u unbounded-agent-gpu`"
+            why = "it may still be booting, or its image lacks the machine half (containerfiles/)"
+            return Reason.NO_REPORT, f"the machine has not reported: {why}; {see}"
         case Broken(why):
             return Reason.BAD_REPORT, why
         case Unseen(why):
@@ -431,11 +424,8 @@ def _current_report(case: Case, goal: MachineGoal) -> Report | tuple[Reason, str
         case _ if not answers(report, machine, goal):
             return Reason.HANDOFF_PENDING, why_unanswered(machine, goal, case.facts)
         case _ if machine.report_age > STALE_AFTER:
-            return (
-                Reason.REPORT_STALE,
-                f"the machine's last report is {machine.report_age:.0f} s old; see "
-                f"`systemctl -M {machine.name} status unbounded-agent-gpu.timer`",
-            )
+            see = f"see `systemctl -M {machine.name} status unbounded-agent-gpu.timer`"
+            return Reason.REPORT_STALE, f"the machine's last report is {machine.report_age:.0f} s old; {see}"
         case _:
             return report
 
@@ -465,18 +455,13 @@ def _gpus_complete(machine: str, remembered: Seen[Remembered]) -> Condition:
     kind = ConditionType.GPUS_COMPLETE
     if isinstance(remembered, Absent | Broken | Unseen):
         return unknown(kind, Reason.OBSERVATION_FAILED, remembered.why)
-    damage = (
-        f"the record of granted GPUs was damaged, so GPUs lost before that are unknown ({remembered.damage}); check "
-        "with `lspci` that no GPU is missing, then acknowledge the damage: `unbounded-agent gpus forget`"
-    )
+    damage = f"the record of granted GPUs was damaged, so GPUs lost before that are unknown ({remembered.damage}); "
+    damage += "check with `lspci` that none is missing, then acknowledge it: `unbounded-agent gpus forget`"
     if lost := lost_gpus(machine, remembered):
         gone = ", ".join(f"{gpu.describe()} since {rfc3339(gpu.lost)}" for gpu in lost)
         commands = ", ".join(f"`unbounded-agent gpus forget {gpu.pci_address}`" for gpu in lost)
         forget = f"{'if it' if len(lost) == 1 else 'for each GPU that'} was removed on purpose, run {commands}"
-        message = (
-            f"left the PCI bus without `unbounded-agent gpus detach`: {gone}; see `dmesg` and the server's hardware "
-            f"log; {forget}"
-        )
+        message = f"left the PCI bus without `unbounded-agent gpus detach`: {gone}; see `dmesg`; {forget}"
         return false(kind, Reason.GPU_LOST, f"{message}; {damage}" if remembered.damage else message)
     if remembered.damage:
         return unknown(kind, Reason.RECORD_DAMAGED, damage)

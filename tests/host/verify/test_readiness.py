@@ -20,7 +20,6 @@ from agent.model.facts import (
     LiveSettings,
     MachineFacts,
     MountSource,
-    Report,
     Seen,
     Unseen,
     VendorFacts,
@@ -88,7 +87,7 @@ ROOT = "/var/lib/machines/gpu-node"
 )
 def test_a_machine_that_is_held_is_unknown_and_one_without_a_root_missing(root: Seen[str], missing: bool) -> None:
     """False, for Ready and for MachineRunning: nothing more has to be observed."""
-    found = {each.type: each for each in held(MachineFacts(MACHINE, root, "active"), "why")}
+    found = {each.type: each for each in held(MachineFacts("active", name=MACHINE, root=root), "why")}
     assert set(found) == set(ConditionType) - {ConditionType.GPUS_COMPLETE}
     false_ones = {kind for kind, each in found.items() if each.status is Status.FALSE}
     assert false_ones == ({ConditionType.MACHINE_RUNNING, ConditionType.READY} if missing else set())
