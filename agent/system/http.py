@@ -62,15 +62,8 @@ def _ask(url: str, ca: bytes, token: str) -> Answer:
 #
 # A redirect from HTTPS to HTTP is refused. Nothing secret is sent to any server.
 
-REDIRECTS = 5
-"""The largest number of redirects that are followed. dl.k8s.io redirects once, to its content delivery network."""
-
-
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects with the same method. Before Python 3.13, the library turns HEAD into GET."""
-
-    max_redirections = REDIRECTS
-    inf_msg = "it redirects too often; the last answer: "
 
     def redirect_request(
         self, request: urllib.request.Request, file: IO[bytes], code: int, reason: str, headers: Message, url: str
@@ -79,8 +72,6 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         target = urllib.parse.urlsplit(url)
         if target.scheme not in {"https", urllib.parse.urlsplit(request.full_url).scheme}:
             raise urllib.error.URLError(f"it redirects to {url}, which is less protected")
-        if "@" in target.netloc:
-            raise urllib.error.URLError("it redirects to a URL with a password")
         return urllib.request.Request(url, method=request.get_method())
 
 

@@ -15,8 +15,11 @@ from agent.system.network import default_address, has_address
 
 T = TypeVar("T")
 CLONE_NEWNET = 0x40000000
-LOOPBACK = "ip link set lo up; ip addr add 10.5.5.5/32 dev lo; ip addr add fe80::2/64 dev eth0 nodad"
 LINK = "ip link add eth0 type bridge; ip link set eth0 up; "
+IN, GATE = "ip addr add 10.1.2.3/24 dev eth0; ", "ip route add default via 10.1.2.1 "
+ETH1 = "ip link add eth1 type bridge; ip link set eth1 up; "
+GATE6 = "ip route add default via fd00::1; "
+LOOPBACK = "ip link set lo up; ip addr add 10.5.5.5/32 dev lo; ip addr add fe80::2/64 dev eth0 nodad; "
 NO_ROUTE = "the host has no default route with an address"
 
 pytestmark = [
@@ -40,43 +43,30 @@ def found(script: str, look: Callable[[], T]) -> T:
 @pytest.mark.parametrize(
     ("script", "address"),
     [
-        ("ip addr add 10.1.2.3/24 dev eth0; ip route add default via 10.1.2.1", "10.1.2.3"),
+        (IN + GATE, "10.1.2.3"),
+        (f"{IN}ip addr add 10.1.2.4/24 dev eth0; {GATE}", "10.1.2.3"),
+        (f"{IN}ip addr add 10.9.9.9/32 dev eth0; {GATE} src 10.9.9.9", "10.9.9.9"),
         (
-            "ip addr add 10.1.2.3/24 dev eth0; ip addr add 10.1.2.4/24 dev eth0; ip route add default via 10.1.2.1",
-            "10.1.2.3",
-        ),
-        (
-            "ip addr add 10.1.2.3/24 dev eth0; ip addr add 10.9.9.9/32 dev eth0; "
-            "ip route add default via 10.1.2.1 src 10.9.9.9",
-            "10.9.9.9",
-        ),
-        (
-            "ip addr add 10.1.2.3/24 dev eth0 scope link; ip addr add 10.1.3.3/24 dev eth0; "
-            "ip route add default dev eth0",
+            f"{IN[:-2]} scope link; ip addr add 10.1.3.3/24 dev eth0; ip route add default dev eth0",
             "10.1.3.3",
         ),
         ("ip addr add 10.1.2.3 peer 10.1.2.9 dev eth0; ip route add default dev eth0", "10.1.2.3"),
         (
-            "ip link add eth1 type bridge; ip link set eth1 up; ip addr add 10.1.2.3/24 dev eth0; "
-            "ip addr add 10.4.4.4/24 dev eth1; ip route add default via 10.1.2.1 metric 200; "
+            f"{ETH1}{IN}ip addr add 10.4.4.4/24 dev eth1; {GATE} metric 200; "
             "ip route add default via 10.4.4.1 metric 100",
             "10.4.4.4",
         ),
-        (
-            "ip addr add 10.1.2.3/24 dev eth0; "
-            "ip route add default nexthop via 10.1.2.1 weight 1 nexthop via 10.1.2.2 weight 1",
-            "10.1.2.3",
-        ),
-        ("ip addr add fd00::3/64 dev eth0 nodad; ip route add default via fd00::1", "fd00::3"),
+        (f"{IN}ip route add default nexthop via 10.1.2.1 weight 1 nexthop via 10.1.2.2 weight 1", "10.1.2.3"),
+        (f"ip addr add fd00::3/64 dev eth0 nodad; {GATE6}", "fd00::3"),
         (
             "ip addr add fd00::2/64 dev eth0 nodad preferred_lft 0; ip addr add fd00::3/64 dev eth0 nodad; "
-            "ip addr add fd00::4/64 dev eth0 nodad preferred_lft 0; ip route add default via fd00::1",
+            f"ip addr add fd00::4/64 dev eth0 nodad preferred_lft 0; {GATE6}",
             "fd00::3",
         ),
         # A host whose address is announced by BGP, with one and with two neighbours.
-        (f"{LOOPBACK}; ip -4 route add default via inet6 fe80::1 dev eth0", "10.5.5.5"),
+        (f"{LOOPBACK}ip -4 route add default via inet6 fe80::1 dev eth0", "10.5.5.5"),
         (
-            f"{LOOPBACK}; ip link add eth1 type bridge; ip link set eth1 up; ip -4 route add default "
+            f"{LOOPBACK}{ETH1}ip -4 route add default "
             "nexthop via inet6 fe80::1 dev eth0 nexthop via inet6 fe80::1 dev eth1",
             "10.5.5.5",
         ),
@@ -85,11 +75,7 @@ def found(script: str, look: Callable[[], T]) -> T:
             "ip route add default via fe80::1 dev eth0",
             "fd00::5",
         ),
-        (
-            "ip addr add fd00::3/64 dev eth0 nodad; ip route add default via fd00::1; "
-            "ip addr add 10.1.2.3/24 dev eth0; ip route add default via 10.1.2.1",
-            "10.1.2.3",
-        ),
+        (f"ip addr add fd00::3/64 dev eth0 nodad; {GATE6}{IN}{GATE}", "10.1.2.3"),
     ],
 )
 def test_the_address_with_which_packets_leave(script: str, address: str) -> None:
@@ -99,9 +85,9 @@ def test_the_address_with_which_packets_leave(script: str, address: str) -> None
 @pytest.mark.parametrize(
     "script",
     [
-        "ip addr add 10.1.2.3/24 dev eth0",
-        "ip addr add 10.1.2.3/24 dev eth0; ip route add default via 10.1.2.1 table 7",
-        "ip addr add 10.1.2.3/24 dev eth0; ip route add unreachable default metric 9",
+        IN,
+        f"{IN}{GATE} table 7",
+        f"{IN}ip route add unreachable default metric 9",
         # No address that other hosts can reach.
         "ip link set lo up; ip addr add fe80::2/64 dev eth0 nodad; ip route add default via fe80::1 dev eth0",
         "ip link set lo up; ip addr add 169.254.3.4/16 dev eth0 scope link; ip route add default dev eth0",

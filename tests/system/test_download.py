@@ -7,8 +7,10 @@ from typing import Literal
 
 import pytest
 
-from agent.system.http import REDIRECTS, open_url
+from agent.system.http import open_url
 from tests.fakes.web_server import certificate, serving
+
+pytestmark = pytest.mark.processes
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -58,7 +60,6 @@ def fetched(url: str, method: Literal["GET", "HEAD"] = "GET") -> bytes:
         return answer.read()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_a_redirect_to_another_host_is_followed_with_the_same_method(
     urls: tuple[str, str, str], asked: list[tuple[str, str]], method: Literal["GET", "HEAD"]
@@ -68,7 +69,6 @@ def test_a_redirect_to_another_host_is_followed_with_the_same_method(
     assert asked == [(method, f"/to/{other}/file/kubelet"), (method, "/file/kubelet")]
 
 
-@pytest.mark.processes
 def test_https_never_becomes_http(urls: tuple[str, str, str], asked: list[tuple[str, str]]) -> None:
     mirror, other, plain = urls
     with pytest.raises(urllib.error.URLError, match="redirects to http://"):
@@ -78,29 +78,19 @@ def test_https_never_becomes_http(urls: tuple[str, str, str], asked: list[tuple[
         assert fetched(f"{plain}/to/{target}") == b"content"
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("target", "why"),
-    [
-        ("ftp://127.0.0.1/x", "redirects to ftp://127.0.0.1/x, which is less protected"),
-        ("https://user:secret@localhost/x", "redirects to a URL with a password"),
-    ],
-)
-def test_other_targets_are_refused(urls: tuple[str, str, str], target: str, why: str) -> None:
-    with pytest.raises(urllib.error.URLError, match=why):
-        fetched(f"{urls[0]}/to/{target}")
+def test_other_targets_are_refused(urls: tuple[str, str, str]) -> None:
+    with pytest.raises(urllib.error.URLError, match="redirects to ftp:"):
+        fetched(f"{urls[0]}/to/ftp://127.0.0.1/x")
     assert len(Handler.asked) == 1
 
 
-@pytest.mark.processes
 def test_redirects_come_to_an_end(urls: tuple[str, str, str]) -> None:
-    assert fetched(f"{urls[0]}/again/{REDIRECTS}") == b"content"
-    with pytest.raises(urllib.error.HTTPError, match="redirects too often") as caught:
-        fetched(f"{urls[0]}/again/{REDIRECTS + 1}")
+    assert fetched(f"{urls[0]}/again/3") == b"content"
+    with pytest.raises(urllib.error.HTTPError, match="infinite loop") as caught:
+        fetched(f"{urls[0]}/again/100")
     caught.value.close()
 
 
-@pytest.mark.processes
 def test_another_ca_is_refused(urls: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE")
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):

@@ -35,19 +35,16 @@ def test_holders_are_found_by_number_wherever_the_node_is(host: Host, tree: Path
     process(tree, 10, opened=("/dev/nvidia1", "/usr/bin/python3"))
     process(tree, 11, opened=("/run/containers/x/dev/accelerator", "/dev/dri/renderD128"))
     process(tree, 2, opened=("/dev/nvidia0",), command=b"nvidia-persiste")
+    process(tree, 12, mapped="/dev/nvidia0")
+    process(tree, 13, mapped="/dev/nvidia1")
     held = find_holders(host, WANTED)
     assert [(each.pid, each.paths) for each in held.holders] == [
         (2, ("/dev/nvidia0",)),
         (11, ("/dev/dri/renderD128", "/dev/nvidia0")),
+        (12, ("/dev/nvidia0",)),
     ]
     assert held.holders[0].describe() == "PID 2 (nvidia-persiste): /dev/nvidia0"
     assert held.unseen == ()
-
-
-def test_a_mapping_counts_without_a_descriptor(host: Host, tree: Path) -> None:
-    process(tree, 10, mapped="/dev/nvidia0")
-    process(tree, 11, mapped="/dev/nvidia1")
-    assert [each.pid for each in find_holders(host, WANTED).holders] == [10]
 
 
 def test_a_pods_process_is_named_with_machine_pod_and_container(host: Host, tree: Path) -> None:
@@ -81,12 +78,6 @@ def test_control_groups_of_every_driver_are_understood(
     process(tree, 10, opened=("/dev/nvidia0",), group=group)
     (holder,) = find_holders(host, WANTED).holders
     assert (holder.machine, holder.pod_uid, holder.container) == ("gpu-node", uid, container)
-
-
-def test_a_hostile_name_reaches_no_terminal(host: Host, tree: Path) -> None:
-    process(tree, 10, opened=("/dev/nvidia0",), command=b"\x1b[2J\xff\n\xe2\x80\xae")
-    (holder,) = find_holders(host, WANTED).holders
-    assert holder.describe().isprintable()
 
 
 def test_a_process_that_exits_meanwhile_has_nothing_open(host: Host, tree: Path) -> None:
@@ -159,21 +150,19 @@ def test_the_name_of_a_mapped_file_forges_no_line(host: Host, tree: Path, separa
     assert ([each.pid for each in held.holders], held.unseen) == ([11], ())
 
 
-def test_mappings_of_unknown_format_are_reported(host: Host, tree: Path) -> None:
+def test_what_a_process_chooses_forges_nothing(host: Host, tree: Path) -> None:
     process(tree, 10)
     (tree / "proc/10/task/10/maps").write_bytes(b"zz-zz rw-s 00000000 00:05 900 /dev/nvidia0\n")
+    group = f"{MACHINE_GROUP}/x\u20280::/user.slice"
+    process(tree, 11, opened=("/dev/nvidia0",), group=group, command=b"\x1b[2J\xff\n\xe2\x80\xae")
     held = find_holders(host, WANTED)
-    assert not held
+    (holder,) = held.holders
+    assert (holder.machine, holder.cgroup) == ("gpu-node", f"{MACHINE_GROUP}/x 0::/user.slice")
+    assert holder.describe().isprintable()
     assert held.unseen == (
         "cannot inspect PID 10: a line of its mappings has an unknown format: "
         "b'zz-zz rw-s 00000000 00:05 900 /dev/nvidia0'",
     )
-
-
-def test_a_control_groups_name_forges_no_line(host: Host, tree: Path) -> None:
-    process(tree, 10, opened=("/dev/nvidia0",), group=f"{MACHINE_GROUP}/x\u20280::/user.slice")
-    (holder,) = find_holders(host, WANTED).holders
-    assert (holder.machine, holder.cgroup) == ("gpu-node", f"{MACHINE_GROUP}/x 0::/user.slice")
 
 
 def test_mappings_of_any_length_are_read(host: Host, tree: Path) -> None:

@@ -38,11 +38,8 @@ def shell(runner: Runner) -> Shell:
 def test_output_and_status(shell: Shell) -> None:
     assert shell("echo out; echo err >&2; exit 3") == (3, b"out\n", b"err\n")
     assert shell("kill -TERM $$")[0] == -signal.SIGTERM
-
-
-def test_output_that_no_pipe_holds(shell: Shell) -> None:
     status, stdout, stderr = shell("head -c 3000000 /dev/zero; head -c 200000 /dev/zero >&2")
-    assert (status, len(stdout), len(stderr)) == (0, 3_000_000, 200_000)
+    assert (status, len(stdout), len(stderr)) == (0, 3_000_000, 200_000), "more than a pipe holds"
 
 
 def test_endless_output_is_cut_just_above_the_limit(runner: Runner) -> None:
@@ -141,18 +138,18 @@ def check_that_a_program_ends(tmp_path: Path, name: str, number: int, before: st
     os.close(ended)
 
 
-@pytest.mark.parametrize("program", ["nonexistent-program", "/nonexistent/program"])
-def test_a_missing_program(runner: Runner, program: str) -> None:
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(FileNotFoundError):
-        runner((program,), 1)
-    assert os.listdir("/proc/self/fd") == before
-
-
-def test_a_file_that_is_not_a_program(runner: Runner, tmp_path: Path) -> None:
+def test_what_is_no_program(runner: Runner, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(FileNotFoundError if runner is tool_runner else PermissionError):
-        runner((str(tmp_path / "file"),), 1)
+    before = os.listdir("/proc/self/fd")
+    unusable = FileNotFoundError if runner is tool_runner else PermissionError
+    for program, error in (
+        ("nonexistent-program", FileNotFoundError),
+        ("/nonexistent/program", FileNotFoundError),
+        (str(tmp_path / "file"), unusable),
+    ):
+        with pytest.raises(error):
+            runner((program,), 1)
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("content", [b"", b"true\n", b"#!/nonexistent\n", b"\x7fELF\x02\x01\x01"])
