@@ -62,6 +62,7 @@ def _ask(url: str, ca: bytes, token: str) -> Answer:
 #
 # A redirect from HTTPS to HTTP is refused. Nothing secret is sent to any server.
 
+
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects with the same method. Before Python 3.13, the library turns HEAD into GET."""
 

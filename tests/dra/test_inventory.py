@@ -135,12 +135,8 @@ def look_up(inventory: Inventory) -> None:
     inventory.read_facts()
 
 
-def test_without_documents_there_is_nothing(inventory: Inventory) -> None:
-    assert inventory.devices() == {}
-    assert inventory.problems == ()
-
-
 def test_documents_are_read_again_when_they_change(machine: DraMachine, inventory: Inventory) -> None:
+    assert (inventory.devices(), inventory.problems) == ({}, ())
     machine.grant(*GPUS[:2])
     assert inventory.refresh()
     assert not inventory.refresh()
@@ -200,6 +196,9 @@ def test_nothing_is_offered_until_the_node_is_known(machine: DraMachine) -> None
     assert inventory.devices() == {}
     inventory.allow(["amd", "nvidia"])
     assert list(inventory.devices()) == ["gpu-0000-01-00-0"]
+    machine.allocate([AllocatableDevice(GPUS[0], ("v.com/c=n",))], vendor="other")
+    look_up(inventory)
+    assert inventory.all_devices()["gpu-0000-01-00-0"].vendor == "other", "which has no facts"
 
 
 def test_tools_run_once_for_each_change(machine: DraMachine, inventory: Inventory) -> None:
@@ -299,9 +298,3 @@ def test_facts_that_are_found_one_after_the_other_are_all_kept(
     found = inventory.all_devices()["gpu-0000-01-00-0"].attributes
     assert (found["productName"], found["uuid"]) == ("product_name", "unique_id")
     assert GPUS[0] in inventory.problems[0]
-
-
-def test_a_vendor_that_is_not_known_has_no_facts(machine: DraMachine, inventory: Inventory) -> None:
-    machine.allocate([AllocatableDevice(GPUS[0], ("v.com/c=n",))], vendor="other")
-    look_up(inventory)
-    assert inventory.all_devices()["gpu-0000-01-00-0"].vendor == "other"

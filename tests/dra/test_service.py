@@ -176,13 +176,25 @@ def test_a_server_that_was_away_gets_what_changed_meanwhile(api: ApiServer, runn
     until("the status says so", lambda: not running.status.reason)
 
 
-def test_a_refusal_is_explained(api: ApiServer, joined: DraMachine) -> None:
-    api.answer = lambda method, path: failure(HTTPStatus.FORBIDDEN, "no") if method == "POST" else None
+@pytest.mark.parametrize("fault", ["refused", "no node", "credentials"])
+def test_what_keeps_gpus_from_being_offered_is_told(api: ApiServer, joined: DraMachine, fault: str) -> None:
+    node, kubeconfig = api.objects[f"{NODES}/{NODE}"], joined.read(KUBECONFIG)
+    if fault == "refused":
+        api.answer = lambda method, path: failure(HTTPStatus.FORBIDDEN, "no") if method == "POST" else None
+        reason, said = Reason.REFUSED, "authorization mode Node"
+    elif fault == "no node":
+        api.drop(f"{NODES}/{NODE}")
+        reason, said = Reason.NODE_NOT_REGISTERED, "404 Not Found"
+    else:
+        joined.put(KUBECONFIG, api.kubeconfig(username="x"))
+        reason, said = Reason.FAILED, "no other kind is supported"
     joined.grant(GPUS[0])
     joined.start()
-    until("the status says so", lambda: joined.status.reason == Reason.REFUSED)
-    assert "authorization mode Node" in joined.status.message
+    until("the status says so", lambda: joined.status.reason == reason)
+    assert said in joined.status.message
     api.answer = None
+    api.put(f"{NODES}/{NODE}", node)
+    joined.put(KUBECONFIG, kubeconfig)
     until("it is offered", lambda: offered(api) == ["01"])
 
 
@@ -197,16 +209,6 @@ def test_a_watch_that_keeps_failing_is_logged_once(
     assert caplog.text.count(f"changes to {NODES} are noticed up to a minute late: GET {NODES}: 403 Forbidden") == 1
     api.answer = None
     until("the log says so", lambda: f"changes to {NODES} are noticed at once again" in caplog.text)
-
-
-def test_a_node_that_is_not_registered_yet_is_waited_for(api: ApiServer, joined: DraMachine) -> None:
-    node = api.objects[f"{NODES}/{NODE}"]
-    api.drop(f"{NODES}/{NODE}")
-    joined.grant(GPUS[0])
-    joined.start()
-    until("the status says so", lambda: joined.status.reason == Reason.NODE_NOT_REGISTERED)
-    api.put(f"{NODES}/{NODE}", node)
-    until("it is offered", lambda: offered(api) == ["01"])
 
 
 def test_a_kubelet_that_starts_later_is_waited_for(api: ApiServer, machine: DraMachine) -> None:
@@ -289,34 +291,21 @@ def test_a_process_that_is_gone_at_the_second_look_may_not_call(
         joined.stop()
 
 
-def test_the_service_ends_if_it_cannot_serve_again(running: DraMachine) -> None:
+@pytest.mark.parametrize("serves", [True, False], ids=["again", "at all"])
+def test_the_service_ends_if_it_cannot_serve(joined: DraMachine, serves: bool) -> None:
     """Only another process sees the kubelet's new directory if the one that the unit's sandbox has is removed."""
-    directory = Path(running.kubelet, "plugins_registry")
-    shutil.rmtree(directory)
+    directory = Path(joined.kubelet, "plugins_registry")
+    if serves:
+        joined.start()
+        until("it serves", lambda: directory.exists() and any(directory.iterdir()))
+        shutil.rmtree(directory)
+    directory.parent.mkdir(exist_ok=True)
     directory.touch()
-    until("it has ended", lambda: not (running.thread and running.thread.is_alive()))
-    assert isinstance(running.failure, AgentError)
-    assert running.status.reason == Reason.FAILED
-    assert "plugins_registry" in running.status.message
-
-
-def test_a_service_that_cannot_begin_to_serve_says_why(joined: DraMachine) -> None:
-    Path(joined.kubelet).mkdir(exist_ok=True)
-    Path(joined.kubelet, "plugins_registry").touch()
-    joined.start()
-    until("it has ended", lambda: joined.failure)
+    if not serves:
+        joined.start()
+    until("it has ended", lambda: isinstance(joined.failure, AgentError))
     assert joined.status.reason == Reason.FAILED
     assert "plugins_registry" in joined.status.message
-
-
-def test_unusable_credentials_are_told(api: ApiServer, joined: DraMachine) -> None:
-    joined.put(KUBECONFIG, api.kubeconfig(username="x"))
-    joined.grant(GPUS[0])
-    joined.start()
-    until("the status says so", lambda: joined.status.reason == Reason.FAILED)
-    assert "no other kind is supported" in joined.status.message
-    joined.put(KUBECONFIG, api.kubeconfig())
-    until("it is offered", lambda: offered(api) == ["01"])
 
 
 def test_an_idle_service_asks_nothing_that_its_watches_answer(
@@ -381,24 +370,17 @@ def test_a_program_with_a_kubelet_inside_is_not_looked_for_all_the_time(
     until("the kubelet is found", lambda: machine.status.reason != Reason.UNSUPPORTED_DISTRIBUTION or machine.failure)
 
 
-def test_the_status_is_renewed(running: DraMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_is_renewed_and_a_failure_logged_once(
+    running: DraMachine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     until("the offers are reported", lambda: running.status.offers)
     monkeypatch.setattr(module, "RENEWED_AFTER", 0.05)
     before = running.status.at
     until("it has a later time", lambda: running.status.at > before)
-    running.remove(DRA_STATUS)
-    until("it is there again", lambda: running.status.at > 0)
-
-
-def test_a_status_that_cannot_be_written_is_logged_once(
-    running: DraMachine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    until("the offers are reported", lambda: running.status.offers)
-    Path(running.full_path(DRA_STATUS)).unlink()
     running.full.add(DRA_STATUS)
-    monkeypatch.setattr(module, "RENEWED_AFTER", 0.05)
+    Path(running.full_path(DRA_STATUS)).unlink(missing_ok=True)
     until("the log says so", lambda: "cannot write" in caplog.text)
-    time.sleep(0.5)
+    time.sleep(0.3)
     assert caplog.text.count("cannot write") == 1
     running.full.clear()
     until("it is there again", lambda: running.status.at > 0)
