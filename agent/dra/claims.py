@@ -180,7 +180,6 @@ def _driver(where: str, item: dict[str, Any]) -> str:
 
 
 def _result(where: str, item: dict[str, Any]) -> tuple[str, PreparedDevice]:
-    """Return the driver and the device of an entry of `results`."""
     driver, pool, device, request = (get(where, item, key, str) for key in ("driver", "pool", "device", "request"))
     share = get(where, item, "shareID", str) if item.get("shareID") else ""
     admin = get(where, item, "adminAccess", bool) if item.get("adminAccess") else False

@@ -276,7 +276,6 @@ class Connection:
             self._send_end(stream, call.trailers if call.answered else [*RESPONSE, *call.trailers])
 
     def _send_end(self, stream: int, headers: Headers) -> None:
-        """Send the headers that end a response."""
         call = self.calls.pop(stream, None)
         # A ProtocolError is no fault here: the client may already have reset the stream, because one read may contain a
         # request and also its reset.
@@ -426,7 +425,6 @@ def _put_aside(directory: int, name: str, path: str) -> None:
 
 
 def _identity(path: str, directory: int | None = None) -> tuple[int, int]:
-    """Return device and inode of a socket's file. Raises OSError."""
     status = os.lstat(path, dir_fd=directory)
     if not stat.S_ISSOCK(status.st_mode):
         raise OSError(f"{path} is not a socket")
@@ -578,7 +576,6 @@ class Server:
             each.close()
 
     def _say_goodbye(self) -> None:
-        """Announce to the clients that the server stops, and hang up."""
         for peer in tuple(self.peers):
             peer.refuse(Code.UNAVAILABLE, "the server is stopping")
             self._run_guarded(peer, partial(self._write, peer))
@@ -698,7 +695,6 @@ class Server:
             self._selector.modify(peer.stream, mask, key.data)
 
     def _write(self, peer: _Peer) -> None:
-        """Send as much as the client takes."""
         if not peer.unsent:
             peer.progress = time.monotonic()
         peer.unsent += peer.to_send()
@@ -744,7 +740,6 @@ class Server:
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"cannot start a thread: {error}") from error
 
     def _run(self, peer: _Peer, stream: int, call: Call, handle: Callable[[bytes], bytes]) -> None:
-        """Run a call, in its thread."""
         response, code, message = None, Code.OK, ""
         try:
             response = handle(call.request)

@@ -168,7 +168,6 @@ def encode_health(pool: str, devices: Iterable[Device], now: int) -> bytes:
 
 
 def _read(message: Message, data: bytes) -> None:
-    """Fill an empty message. Raises RpcError."""
     try:
         read = message.MergeFromString(data)
     except DecodeError as error:

@@ -506,12 +506,8 @@ class Watcher(threading.Thread):
         """Attempts that have failed since the watch last began."""
         self._version = ""
         """The resourceVersion at which the last watch has ended; empty if the objects have to be listed first."""
-        self._watching = False
-
-    @property
-    def watching(self) -> bool:
+        self.watching = False
         """Whether each change is noticed at once now."""
-        return self._watching
 
     def run(self) -> None:
         while not self._stopped.is_set():
@@ -519,7 +515,7 @@ class Watcher(threading.Thread):
             try:
                 self._watch()
             except AgentError as error:
-                self._watching, self._version = False, ""
+                self.watching, self._version = False, ""
                 self._failures += 1
                 if self._failures == LOGGED_FAILURE:
                     log.warning("changes to %s are noticed up to a minute late: %s", self._path, error)
@@ -549,7 +545,7 @@ class Watcher(threading.Thread):
             if changed and not self._stopped.is_set():
                 self._changed()
             # Only now: until `changed` is called, the caller must not rely on this watch.
-            self._watching = True
+            self.watching = True
 
     def _list(self) -> str:
         version = _version(self._client.get(self._path, fieldSelector=self._selector))

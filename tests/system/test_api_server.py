@@ -40,7 +40,6 @@ from agent.system.process import Completed
 from tests.fakes.api_server import NODES, ApiServer, failure, make_certificate
 from tests.fakes.dra_machine import KUBECONFIG, NODE, DraMachine
 from tests.fakes.waiting import wait_for
-from tests.fakes.web_server import certificate_of_an_intermediate_ca
 
 pytestmark = pytest.mark.processes
 HERE = f"{NODES}/{NODE}"
@@ -95,19 +94,6 @@ def test_another_certificate_authority_is_not_trusted(api: ApiServer, joined: Dr
         ApiClient(Credentials(joined, KUBECONFIG)).get(HERE)
     assert caught.value.reason == Reason.API_UNREACHABLE
     assert api.requests == []
-
-
-def test_a_certificate_authority_that_the_kubelet_trusts_is_trusted(
-    api: ApiServer, joined: DraMachine, tmp_path: Path
-) -> None:
-    """The cluster's CA may be an intermediate one of a company, without key identifiers."""
-    certificate, ca = certificate_of_an_intermediate_ca(tmp_path)
-    api.stop()
-    api.certificate.write_bytes(certificate.read_bytes())
-    (api.directory / "api.key").write_bytes(certificate.with_name("key").read_bytes())
-    api.start()
-    joined.put("/etc/ca.crt", ca)
-    assert ApiClient(Credentials(joined, KUBECONFIG)).get(HERE)["metadata"]["uid"] == "uid-1"
 
 
 @pytest.mark.parametrize(
@@ -292,25 +278,24 @@ def trickling(api: ApiServer, begin: bytes) -> Iterator[None]:
     assert took < 10
 
 
-@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"], ids=["head", "body"])
-def test_a_server_that_sends_a_byte_now_and_then_is_an_error_in_time(
-    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch, begin: bytes
-) -> None:
-    monkeypatch.setattr(api_module, "REQUEST_LIMIT", 0.4)
-    with trickling(api, begin), pytest.raises(ApiError, match="timed out"):
-        client.get(HERE)
-
-
 @pytest.mark.parametrize(
-    ("limit", "status"), [("WATCH_LIMIT", b"200 OK"), ("REQUEST_LIMIT", b"500 Broken")], ids=["event", "error"]
+    ("begin", "limit"),
+    [
+        (b"", "REQUEST_LIMIT"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", "REQUEST_LIMIT"),
+        (b"HTTP/1.1 500 Broken\r\n\r\n", "REQUEST_LIMIT"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", "WATCH_LIMIT"),
+    ],
+    ids=["head", "body", "error of a watch", "event"],
 )
-def test_a_watch_that_gets_a_byte_now_and_then_ends_in_time(
-    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch, limit: str, status: bytes
+def test_a_server_that_sends_a_byte_now_and_then_is_an_error_in_time(
+    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch, begin: bytes, limit: str
 ) -> None:
     monkeypatch.setattr(api_module, limit, 0.4)
     monkeypatch.setattr(api_module, "WATCH_MARGIN", 0.0)
-    with trickling(api, b"HTTP/1.1 " + status + b"\r\n\r\n"), pytest.raises(ApiError, match="timed out") as caught:
-        list(client.watch(NODES, "1"))
+    watches = begin and b"Content-Length" not in begin
+    with trickling(api, begin), pytest.raises(ApiError, match="timed out") as caught:
+        list(client.watch(NODES, "1") if watches else client.get(HERE))
     assert caught.value.__traceback__
     wait_for(lambda: not connections(api), 5, "the connection is closed")
 
@@ -322,7 +307,11 @@ def test_a_watch_tells_of_each_change(api: ApiServer, client: ApiClient) -> None
     api.put(HERE, {"metadata": {"name": NODE, "uid": "uid-2"}})
     event = next(events)
     assert (event["type"], event["object"]["metadata"]["uid"]) == ("MODIFIED", "uid-2")
-    events.close()
+    api.stop()
+    begun = time.monotonic()
+    with contextlib.suppress(ApiError):
+        list(events)
+    assert time.monotonic() - begun < 5, "it ends with the server"
 
 
 @pytest.mark.parametrize("announces_close", [False, True])
@@ -355,17 +344,6 @@ def test_a_failed_watch_leaves_no_connection_open(api: ApiServer, client: ApiCli
         next(events)
     assert caught.value.__traceback__
     assert not connections(api)
-
-
-def test_a_watch_ends_with_the_server(api: ApiServer, client: ApiClient) -> None:
-    events = client.watch(NODES, "1", fieldSelector=f"metadata.name={NODE}")
-    assert next(events) == {}
-    next(events)
-    api.stop()
-    begun = time.monotonic()
-    with contextlib.suppress(ApiError):
-        list(events)
-    assert time.monotonic() - begun < 5
 
 
 WHERE = "/etc/kubernetes/kubelet.conf"
@@ -458,25 +436,19 @@ def test_yaml_is_read_by_kubectl_and_json_without(tmp_path: Path) -> None:
 
     def kubectl(argv: tuple[str, ...], timeout: float) -> Completed:
         calls.append(argv)
+        if len(calls) > 1:
+            raise FileNotFoundError
         return Completed(0, json.dumps(document()).encode(), b"")
 
     system = System(kubectl, str(tmp_path))
     system.write(WHERE, b"apiVersion: v1\nkind: Config\n")
     assert read_kubeconfig(system, WHERE) == parsed()
     assert calls == [("kubectl", "config", "view", "--raw", "--minify", "--output=json", f"--kubeconfig={WHERE}")]
-    system.write(WHERE, json.dumps(document()).encode())
-    assert read_kubeconfig(system, WHERE) == parsed()
-    assert len(calls) == 1
-
-
-def test_kubectl_that_is_missing_is_named(tmp_path: Path) -> None:
-    def nothing(argv: tuple[str, ...], timeout: float) -> Completed:
-        raise FileNotFoundError
-
-    system = System(nothing, str(tmp_path))
-    system.write(WHERE, b"kind: Config\n")
     with pytest.raises(CommandError, match="install the package that contains kubectl"):
         read_kubeconfig(system, WHERE)
+    system.write(WHERE, json.dumps(document()).encode())
+    assert read_kubeconfig(system, WHERE) == parsed()
+    assert len(calls) == 2
 
 
 def watches(api: ApiServer) -> int:
