@@ -256,12 +256,7 @@ class Checkpoint:
         except (DocumentError, OSError) as error:
             # It is safe to start without any claim: the scheduler does not allocate a device to two claims, and the
             # file CHECKPOINT is only a second guard against two claims with one device.
-            log.warning(
-                "%s %s, and the kubelet's record is not usable: %s; starting without prepared claims",
-                CHECKPOINT,
-                why,
-                error,
-            )
+            log.warning("%s %s, and the kubelet's record is not usable: %s", CHECKPOINT, why, error)
             return {}
         if claims:
             log.warning("%s %s: %s claims are taken from the kubelet's record", CHECKPOINT, why, len(claims))
@@ -287,12 +282,7 @@ class Checkpoint:
         try:
             self._system.sync(CHECKPOINT)
         except OSError as error:
-            log.error(
-                "cannot sync %s to disk: %s; if the host crashes before the next change is synced, the latest changes "
-                "may be lost",
-                CHECKPOINT,
-                error.strerror,
-            )
+            log.error("cannot sync %s to disk: %s", CHECKPOINT, error.strerror)
 
 
 def render_checkpoint(claims: Prepared) -> bytes:

@@ -659,12 +659,7 @@ class Server:
             largest = max(self.peers, key=lambda peer: peer.held, default=None)
             if largest is None or not largest.held:
                 return
-            log.warning(
-                "closed a connection to %s: requests and responses together have more than %s bytes, and most are "
-                "this connection's",
-                self._listener.path,
-                self._limits.memory,
-            )
+            log.warning("closed a connection that held most of %s bytes", self._limits.memory)
             self._hang_up(largest)
 
     def _read(self, peer: _Peer) -> None:

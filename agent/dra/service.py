@@ -57,10 +57,9 @@ IDENTITY_CHECK = 30.0
 """Seconds between checks whether the kubelet's identity has changed."""
 EVICTION_INTERVAL = 5.0
 """Seconds between attempts to evict pods: a disruption budget may forbid the first attempts."""
-SETUP = "unbounded-agent-gpu.service"
-"""The machine half's unit. It passes this service's status on to the host, once a minute."""
 SETUP_AGAIN = "unbounded-agent-gpu-again.service"
-"""The unit that starts SETUP once more. It is started when the condition GPUsAdvertised may have changed."""
+"""The unit that runs the machine half once more, which passes this service's status on to the host. It is started when
+the condition GPUsAdvertised may have changed."""
 THREAD_LIMIT = 1.0
 """Seconds to wait for the end of the thread that looks for the kubelet."""
 NO_KUBELET_PAUSE = 1.0
@@ -98,9 +97,8 @@ def blocked_vendors(node: Mapping[str, Any]) -> dict[str, str]:
         if resources:
             listed = ", ".join(f"{name}: {count}" for name, count in resources.items())
             blocked[vendor.name] = (
-                f"the node's status has {listed} from a device plugin, so no GPU of this vendor is offered to claims, "
-                "because one GPU could go to two pods; remove the device plugin from this node: on the host, "
-                "`unbounded-agent kube allocation dra` prints the steps"
+                f"claims get no GPU, because the node's status has {listed} from a device plugin: on the host, "
+                "`unbounded-agent kube allocation dra` prints how to remove it from this node"
             )
     return blocked
 
@@ -443,18 +441,13 @@ class Service:
             return
         self._not_written = ""
         before, self._status, self._written = self._status, status, now
-        # Start SETUP_AGAIN only if a kubelet runs already. At boot, SETUP runs anyway, and the kubelet waits for that
-        # run. If SETUP_AGAIN were started then, the kubelet would have to wait for a second run too.
+        # Start SETUP_AGAIN only if a kubelet runs already. At boot, the machine half runs anyway, and the kubelet waits
+        # for that run. If SETUP_AGAIN were started then, the kubelet would have to wait for a second run too.
         if status.node and _advertised_part(status) != _advertised_part(before):
             try:
                 self._system.run("systemctl", "--no-block", "start", SETUP_AGAIN)
             except AgentError as error:
-                log.warning(
-                    "the host sees the new content of %s only after the next timed run of %s: %s",
-                    DRA_STATUS,
-                    SETUP,
-                    error,
-                )
+                log.warning("the host sees %s up to a minute late: %s", DRA_STATUS, error)
 
 
 def _further_pause(found: Identity | Condition) -> float:

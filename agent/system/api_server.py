@@ -144,7 +144,7 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
         return _kubeconfig(where, parse_object(where, data))
     except ValueError as error:
         # Without the cause, which could have a part of a key.
-        hint = f"`kubectl --kubeconfig={where} get --raw=/version` says more"
+        hint = "see `journalctl -u kubelet`: the kubelet reads it too"
         raise DocumentError(f"{where}: not a usable kubeconfig: {error}", hint) from None
 
 

@@ -20,10 +20,7 @@ FILE_LIMIT = 4 * OUTPUT_LIMIT
 """Bytes of the largest file that a program of the host half may write, including the file in memory for its output. The
 machine half's unit sets the same limit (LimitFSIZE=). Programs of `System.run_tool` have no limit."""
 
-KILLED_HINT = (
-    "probably by the kernel, because the memory, or the unit's limit of memory (MemoryMax=), was used up: "
-    "`journalctl -k --grep=oom` says so"
-)
+KILLED_HINT = "probably because the memory, or the unit's MemoryMax=, was used up: see `journalctl -k --grep=oom`"
 """What to do about SIGKILL that does not come from the agent."""
 
 ENVIRONMENT: Mapping[str, str] = {

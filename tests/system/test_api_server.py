@@ -393,7 +393,7 @@ def test_a_kubeconfig_names_files_relative_to_itself_or_has_the_content() -> Non
         ),
         ({"client-certificate": "x"}, {}, "neither a client certificate with its key nor a token"),
         ({"token": 1}, {}, "key token must be a string, not a whole number"),
-        ({"token": "x", "client-key-data": "%%%"}, {}, f"not a usable kubeconfig: .*kubectl --kubeconfig={WHERE} "),
+        ({"token": "x", "client-key-data": "%%%"}, {}, "not a usable kubeconfig: .*`journalctl -u kubelet`"),
         ({"token": "/\ud800"}, {}, "not a usable kubeconfig"),
         (CERTIFICATE, {"server": "http://api"}, "the server must be an https:// address, not 'http://api'"),
         (CERTIFICATE, {"server": "https://api:port"}, "not a usable kubeconfig"),
