@@ -117,7 +117,6 @@ def cluster(tmp_path: Path) -> Cluster:
 
 
 def last_to_do(capsys: Capture) -> str:
-    """Return the step at which the command stopped, with what it says to do."""
     return capsys.readouterr().out.partition(" to do: ")[2]
 
 

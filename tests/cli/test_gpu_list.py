@@ -8,6 +8,7 @@ import pytest
 from agent.cli.host import load
 from agent.cli.parser import make_parser
 from agent.config.settings import Config
+from agent.host.detach import holders
 from agent.host.reconcile import Reconciler
 from agent.model.errors import ConfigError
 from agent.model.facts import PciDevice, Unseen
@@ -25,7 +26,6 @@ CGROUP = f"/machine.slice/systemd-nspawn@{MACHINE}.service/kubepods-pod{POD.repl
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
-    """What a search of all processes finds: the last of these."""
     found = [Held()]
     monkeypatch.setattr("agent.host.detach.find_holders", lambda *_: found[-1])
     return found
@@ -43,7 +43,7 @@ def document(agent: Reconciler, capsys: Capture, code: int = 0) -> dict[str, dic
     return {each["address"]: each for each in found["gpus"]}
 
 
-def test_the_table(gpu_host: Host, held: list[Held], capsys: Capture) -> None:
+def test_the_table_and_the_document(gpu_host: Host, held: list[Held], capsys: Capture) -> None:
     holder = Holder(7, (), "python", CGROUP, ("/dev/nvidia0",))
     held.append(Held((holder, holder)))
     heading, first, second = listed(reconciler(gpu_host, gpus=[FIRST]), capsys)
@@ -51,13 +51,9 @@ def test_the_table(gpu_host: Host, held: list[Held], capsys: Capture) -> None:
     assert first[:6] == [FIRST, "granted", MACHINE, "nvidia", "550.163.01", "1"]
     assert first[-1].startswith("GPU-")
     assert second[:6] == [SECOND, "free", "-", "nvidia", "550.163.01", "0"]
-
-
-def test_the_document(gpu_host: Host, held: list[Held], capsys: Capture) -> None:
-    held.append(Held((Holder(7, (), "python", CGROUP, ("/dev/nvidia0",)),)))
     found = document(reconciler(gpu_host), capsys)
     assert found[FIRST]["pods"] == [POD]
-    assert (found[FIRST]["processes"], found[SECOND]["processes"]) == (1, 0)
+    assert (found[FIRST]["processes"], found[SECOND]["processes"]) == (2, 0)
     assert (found[FIRST]["state"], found[FIRST]["machines"]) == ("granted", [MACHINE])
     assert found[FIRST]["usersKnown"] is True
 
@@ -153,16 +149,13 @@ def test_what_a_machine_keeps_is_known(gpu_host: Host, capsys: Capture) -> None:
 
 
 @pytest.mark.usefixtures("held")
-def test_a_host_without_gpus(gpu_host: Host, capsys: Capture) -> None:
+def test_a_host_without_machines_or_gpus(gpu_host: Host, capsys: Capture) -> None:
+    found = document(Reconciler(Config(machines={}), gpu_host, gpu_host), capsys)
+    assert [each["state"] for each in found.values()] == ["free", "free"]
     for address in (FIRST, SECOND):
         gpu_host.unplug(address)
     assert listed(reconciler(gpu_host), capsys) == [["this", "host", "has", "no", "GPU"]]
-
-
-@pytest.mark.usefixtures("held")
-def test_a_host_without_machines(gpu_host: Host, capsys: Capture) -> None:
-    found = document(Reconciler(Config(machines={}), gpu_host, gpu_host), capsys)
-    assert [each["state"] for each in found.values()] == ["free", "free"]
+    assert holders("", reconciler(gpu_host)) == ("this host has no GPU",)
 
 
 @pytest.mark.parametrize("name", ["detach", "attach", "forget"])

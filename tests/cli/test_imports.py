@@ -35,12 +35,10 @@ def test_every_command_has_its_function() -> None:
 
 
 def loaded(*arguments: str) -> set[str]:
-    """Return the names of the modules that a fresh interpreter has loaded after this command."""
     return loaded_by(CHILD, *arguments)
 
 
 def loaded_by(code: str, *arguments: str) -> set[str]:
-    """Return the names of the modules that a fresh interpreter has loaded after this code."""
     whole = f"{PATH}{code}\nprint('{LOADED}', *sys.modules)"
     argv = (sys.executable, "-I", "-B", "-c", whole, str(REPOSITORY), *arguments)
     finished = subprocess.run(argv, capture_output=True, text=True, check=True)

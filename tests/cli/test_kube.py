@@ -75,14 +75,11 @@ def test_an_edited_manifest_is_never_overwritten(tmp_path: Path, capsys: Capture
     assert main(arguments) == 0
 
 
-def test_an_unknown_name_is_bad_input(capsys: Capture) -> None:
+def test_an_unknown_name_is_bad_input(capsys: Capture, tmp_path: Path) -> None:
     assert main(["kube", "manifests", "runtime-class", "runtime"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("unbounded-agent: there is no manifest runtime: choose from claim-admin-access, ")
-
-
-def test_it_needs_no_configuration(capsys: Capture, tmp_path: Path) -> None:
     assert main(["--config", str(tmp_path / "missing.toml"), "kube", "manifests", "cuda-test"]) == 0
     assert "gpu-cuda-test" in capsys.readouterr().out
 

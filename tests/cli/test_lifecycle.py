@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -161,29 +162,32 @@ def test_a_failed_step_for_another_machine_does_not_keep_the_node_cordoned(host:
     assert outcome.failures_of([MACHINE]) == ()
 
 
-def test_a_failed_uncordon_is_reported_and_can_be_repeated(host: NodeHost, agent: Reconciler, capsys: Capture) -> None:
+def test_a_node_that_was_not_uncordoned_is_named(host: NodeHost, agent: Reconciler, capsys: Capture) -> None:
     command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
+    assert command(agent, f"start {MACHINE}") == 1
+    message = capsys.readouterr().err
+    assert f"this agent cordoned node {NODE}, and has not uncordoned it" in message
+    assert f"run `unbounded-agent start {MACHINE} --kubeconfig FILE`" in message
     host.command(*UNCORDON, stderr="connection refused", status=1)
     assert command(agent, f"start {MACHINE} --kubeconfig={ADMIN}") == 1
     assert "connection refused" in capsys.readouterr().err
     assert host.mode(cordoned_file(MACHINE)) == 0o600
 
 
-def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
-    host: NodeHost, agent: Reconciler, capsys: Capture
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_machine_that_cannot_start_is_not_waited_for(
+    host: NodeHost, agent: Reconciler, capsys: Capture, masked: bool
 ) -> None:
-    command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
-    assert command(agent, f"start {MACHINE}") == 1
-    message = capsys.readouterr().err
-    assert f"this agent cordoned node {NODE}, and has not uncordoned it" in message
-    assert f"run `unbounded-agent start {MACHINE} --kubeconfig FILE`" in message
-
-
-def test_the_start_of_a_masked_machine_says_what_to_do(host: NodeHost, agent: Reconciler, capsys: Capture) -> None:
     command(agent, f"stop {MACHINE} --no-drain")
-    host.bus.unit(UNITS[0], "inactive", "masked")
+    if masked:
+        host.bus.unit(UNITS[0], "inactive", "masked")
+    else:
+        host.remove_tree(machine_root(MACHINE))
     assert command(agent, f"start {MACHINE}") == 1
-    assert f"`systemctl unmask {UNITS[0]}`" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "was not ready within" not in said
+    assert (f"`systemctl unmask {UNITS[0]}`" if masked else machine_root(MACHINE)) in said
+    assert START not in host.runner.calls
 
 
 def test_a_machine_starts_once_its_gpus_can_be_observed(host: NodeHost, agent: Reconciler, clock: Clock) -> None:
@@ -235,16 +239,6 @@ def test_an_interrupted_restart_says_what_it_leaves(
     with pytest.raises(KeyboardInterrupt):
         command(agent, f"restart {MACHINE} --kubeconfig={ADMIN}")
     assert messages[-1].startswith(f"interrupted: {said}")
-
-
-def test_a_machine_that_does_not_exist_is_not_waited_for(host: NodeHost, agent: Reconciler, capsys: Capture) -> None:
-    command(agent, f"stop {MACHINE} --no-drain")
-    host.remove_tree(machine_root(MACHINE))
-    assert command(agent, f"start {MACHINE}") == 1
-    said = capsys.readouterr().err
-    assert "was not ready within" not in said
-    assert machine_root(MACHINE) in said
-    assert START not in host.runner.calls
 
 
 @pytest.mark.parametrize("state", ["inactive", "failed"])
@@ -429,32 +423,24 @@ def test_a_node_is_not_uncordoned_while_it_is_drained(host: NodeHost, agent: Rec
     assert host.mode(cordoned_file(MACHINE)) == 0o600
 
 
-@pytest.mark.parametrize("load", ["loaded", "masked"])
-@pytest.mark.parametrize("job", ["", "stop", "verify-active"])
-def test_the_root_of_a_machine_that_stays_stopped_is_removed(host: NodeHost, load: str, job: str) -> None:
+@pytest.mark.parametrize(
+    ("state", "load", "job", "why"),
+    [
+        *(("inactive", load, job, "") for load in ("loaded", "masked") for job in ("", "stop", "verify-active")),
+        *(("inactive", "loaded", job, "is about to start") for job in ("start", "restart")),
+        # systemctl or `apply` may have started it after `reset` stopped it.
+        *((state, "loaded", "", f"is {state}") for state in ("active", "activating", "deactivating")),
+    ],
+)
+def test_only_the_root_of_a_machine_that_stays_stopped_is_removed(
+    host: NodeHost, state: str, load: str, job: str, why: str
+) -> None:
     """machined asks for another stop of a machine that systemd had to kill."""
-    host.bus.unit(UNITS[0], "inactive", load)
+    host.bus.unit(UNITS[0], state, load)
     host.bus.jobs[UNITS[0]] = job
-    apply((RemoveRoot(MACHINE),), host, performers=performers(host.network))
-    assert not host.exists(machine_root(MACHINE))
-
-
-@pytest.mark.parametrize("job", ["start", "restart"])
-def test_the_root_of_a_machine_whose_start_waits_is_not_removed(host: NodeHost, job: str) -> None:
-    units(host, "inactive")
-    host.bus.jobs[UNITS[0]] = job
-    with pytest.raises(AgentError, match=f"{UNITS[0]} is about to start"):
+    with pytest.raises(AgentError, match=f"{UNITS[0]} {why}") if why else nullcontext():
         apply((RemoveRoot(MACHINE),), host, performers=performers(host.network))
-    assert host.exists(machine_root(MACHINE))
-
-
-@pytest.mark.parametrize("state", ["active", "activating", "deactivating"])
-def test_the_root_of_a_machine_that_is_not_stopped_is_not_removed(host: NodeHost, state: str) -> None:
-    """systemctl or `apply` may have started it after `reset` stopped it."""
-    units(host, state)
-    with pytest.raises(AgentError, match=f"{UNITS[0]} is {state}"):
-        apply((RemoveRoot(MACHINE),), host, performers=performers(host.network))
-    assert host.exists(machine_root(MACHINE))
+    assert host.exists(machine_root(MACHINE)) is bool(why)
 
 
 def test_an_unknown_machine(agent: Reconciler) -> None:

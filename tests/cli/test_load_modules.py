@@ -11,7 +11,6 @@ import pytest
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import record_detached
-from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError
 from agent.model.facts import PciDevice, Unseen
 from agent.system.process import Completed
@@ -102,7 +101,6 @@ def programs() -> Programs:
 
 @pytest.fixture
 def host(tmp_path: Path, programs: Programs) -> Host:
-    """A host with nvidia-modprobe, and a GPU without a driver."""
     host = Host(tmp_path, runner=programs)
     programs.host = host
     host.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n  8 sd\n")
@@ -112,7 +110,6 @@ def host(tmp_path: Path, programs: Programs) -> Host:
 
 
 def load(host: Host, *, configured: bool = True) -> str:
-    """Load the modules, and return the messages."""
     messages: list[str] = []
     config = Config.validated({"machines": {"a": {}}, "driver": {"load_modules": configured}})
     command(Reconciler(config, host, host, messages.append), "load-modules")
@@ -128,8 +125,17 @@ def modprobe_calls(host: Host) -> list[str]:
     return [call[3] for call in host.runner.calls if call[0] == "modprobe"]
 
 
-def test_nothing_is_loaded_unless_configured(host: Host) -> None:
+def test_when_nothing_is_loaded(host: Host) -> None:
+    """The administrator may be about to give a detached GPU to another driver."""
     assert "driver.load_modules is not set" in load(host, configured=False)
+    host.symlink(f"/sys/bus/pci/devices/{GPU}", "../../../devices/pci0000:00/0000:00:01.0")
+    assert record_detached(host, GPU, draining=False)
+    assert f"while a GPU is detached ({GPU})" in load(host)
+    host.pci = Unseen("/sys/bus/pci/devices: Permission denied")
+    with pytest.raises(AgentError, match="/sys/bus/pci/devices: Permission denied"):
+        load(host)
+    host.pci = (PciDevice("0000:03:00.0", 0x8086, 0x030000, "i915"),)
+    assert load(host) == "this host has no GPU for NVIDIA's driver"
     assert host.runner.calls == []
 
 
@@ -143,13 +149,8 @@ def test_modules_in_their_order_then_nodes(host: Host) -> None:
     )
     options = [call[1:] for call in host.runner.calls if call[0] == "nvidia-modprobe"]
     assert sorted(options) == sorted(BY_OPTION), "one call makes both nodes of nvidia_uvm"
-
-
-def test_loaded_modules_and_existing_nodes_are_left_alone(host: Host) -> None:
-    load(host)
     host.runner.calls.clear()
-    assert load(host) == ""
-    assert host.runner.calls == []
+    assert (load(host), host.runner.calls) == ("", [])
 
 
 def test_without_nvidia_modprobe_the_drivers_parameters_decide(host: Host) -> None:
@@ -174,8 +175,9 @@ def test_a_node_from_before_a_reload_is_recreated(host: Host) -> None:
     """A dynamic major number may be different after the reload, or belong to another driver."""
     host.remove_file("/usr/bin/nvidia-modprobe")
     host.node("/dev/nvidia-uvm", 234, 0)
+    host.node("/dev/nvidia0", 195, 7)
     load(host)
-    assert nodes(host)["/dev/nvidia-uvm"] == (511, 0)
+    assert nodes(host) == ALL_NODES
 
 
 def test_a_file_that_is_not_a_device_is_not_replaced(host: Host) -> None:
@@ -202,16 +204,12 @@ def test_nodes_that_are_never_made(host: Host, programs: Programs) -> None:
 
 
 @pytest.mark.parametrize("module", ["nvidia", "nvidia_uvm"])
-def test_blacklisted_module_is_not_loaded(host: Host, programs: Programs, module: str) -> None:
-    """modprobe prints nothing about it."""
+def test_a_module_that_is_blacklisted_or_not_installed(host: Host, programs: Programs, module: str) -> None:
+    """modprobe prints nothing about a blacklisted one."""
     programs.blacklisted = {module}
     with pytest.raises(AgentError, match=f"kernel module {module} was not loaded: modprobe.d blacklists"):
         load(host)
     assert modprobe_calls(host)[-1] == module
-
-
-@pytest.mark.parametrize("module", ["nvidia", "nvidia_uvm"])
-def test_module_that_is_not_installed(host: Host, programs: Programs, module: str) -> None:
     programs.missing = {module}
     with pytest.raises(AgentError, match=f"Module {module} not found"):
         load(host)
@@ -291,27 +289,6 @@ def test_a_gpu_that_is_plugged_in_meanwhile(
     assert nodes(host) == ALL_NODES
 
 
-def test_no_gpu(host: Host) -> None:
-    host.pci = (PciDevice("0000:03:00.0", 0x8086, 0x030000, "i915"),)
-    assert load(host) == "this host has no GPU for NVIDIA's driver"
-
-
-def test_nothing_is_done_while_a_gpu_is_detached(host: Host) -> None:
-    """The administrator may be about to give the GPU to another driver."""
-    host.symlink(f"/sys/bus/pci/devices/{GPU}", "../../../devices/pci0000:00/0000:00:01.0")
-    assert record_detached(host, GPU, draining=False)
-    assert f"while a GPU is detached ({GPU})" in load(host)
-    assert host.runner.calls == []
-
-
-def test_a_bus_that_cannot_be_listed(host: Host) -> None:
-    """If the bus cannot be listed, the GPUs' drivers are unknown."""
-    host.pci = Unseen("/sys/bus/pci/devices: Permission denied")
-    with pytest.raises(AgentError, match="/sys/bus/pci/devices: Permission denied"):
-        load(host)
-    assert host.runner.calls == []
-
-
 def test_driver_535_has_one_name_for_all_devices(host: Host) -> None:
     for module in MODULES:
         loaded(host, module)
@@ -335,9 +312,3 @@ def test_driver_535_has_one_name_for_all_devices(host: Host) -> None:
 )
 def test_parameters(text: str, parameters: Parameters) -> None:
     assert parse_parameters(text) == parameters
-
-
-def test_the_numbers_of_a_node_are_compared_whole(host: Host) -> None:
-    host.node("/dev/nvidia0", 195, 7)
-    load(host)
-    assert host.device("/dev/nvidia0") == DeviceNumber(195, 0)

@@ -21,7 +21,6 @@ def host(tmp_path: Path) -> NodeHost:
 
 
 def planned(host: NodeHost, capsys: Capture) -> tuple[list[str], list[str]]:
-    """Return the sentences of all steps, and those of what is unknown."""
     assert command(node_reconciler(host), "plan --json") == 0
     document = json.loads(capsys.readouterr().out)
     of_up = [each["sentence"] for each in document["upSteps"]]
@@ -30,7 +29,6 @@ def planned(host: NodeHost, capsys: Capture) -> tuple[list[str], list[str]]:
 
 
 def done(host: NodeHost, capsys: Capture) -> list[str]:
-    """Run `up`, and return the sentences of its steps."""
     assert command(node_reconciler(host), f"up {MACHINE} --json", network=host.network, ask=host.ask) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     said = [each["message"] for each in events if each["event"] == "step"]

@@ -47,12 +47,17 @@ def no_gpus(host: Host) -> Host:
 # ---- forms
 
 
-def test_the_summary_has_the_cause_and_fits(gpu_host: Host, capsys: Capture) -> None:
+def test_the_summary_and_the_document_have_the_cause(gpu_host: Host, capsys: Capture) -> None:
     text = printed(reconciler(gpu_host), capsys)
     assert text.startswith(f"{MACHINE}: not ready, NotStaged, 2 GPUs\n")
     assert "DriverRootStaged: False, NotStaged\n" in text
     assert "MachineNotRunning" not in text, "that follows from MachineRunning"
     assert max(map(len, text.splitlines())) <= 80
+    found = json.loads(printed(reconciler(gpu_host), capsys, "--json"))
+    assert (found["version"], found["command"], found["problems"]) == (1, "status", [])
+    machine = found["machines"][MACHINE]
+    assert (machine["ready"], machine["reason"], len(machine["gpus"])) == ("False", "NotStaged", 2)
+    assert {each["type"] for each in machine["conditions"]} >= {"DriverLoaded", "Ready"}
 
 
 def test_times_are_unknown_until_a_pass_has_recorded_them(gpu_host: Host, capsys: Capture) -> None:
@@ -77,14 +82,6 @@ def test_the_time_of_a_change_is_unknown_while_no_service_records_it(gpu_host: H
     assert "MachineRunning  False    -  " in printed(agent, capsys, "--wide")
     agent.reconcile()
     assert "MachineRunning  False    -  " not in printed(agent, capsys, "--wide")
-
-
-def test_the_document_for_programs(gpu_host: Host, capsys: Capture) -> None:
-    found = json.loads(printed(reconciler(gpu_host), capsys, "--json"))
-    assert (found["version"], found["command"], found["problems"]) == (1, "status", [])
-    machine = found["machines"][MACHINE]
-    assert (machine["ready"], machine["reason"], len(machine["gpus"])) == ("False", "NotStaged", 2)
-    assert {each["type"] for each in machine["conditions"]} >= {"DriverLoaded", "Ready"}
 
 
 def test_several_machines_are_a_list_and_one_can_be_chosen(gpu_host: Host, capsys: Capture) -> None:
@@ -159,7 +156,6 @@ class EndError(Exception):
 
 
 def repeat(monkeypatch: pytest.MonkeyPatch, *steps: object) -> None:
-    """Let each sleep do one step; the last one ends the command."""
     remaining: Iterator[object] = iter(steps)
 
     def sleep(_: float) -> None:
@@ -172,19 +168,17 @@ def repeat(monkeypatch: pytest.MonkeyPatch, *steps: object) -> None:
     monkeypatch.setattr("time.sleep", sleep)
 
 
-def test_watch_prints_what_changes(gpu_host: Host, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_prints_what_changes_and_clears_a_terminal(
+    gpu_host: Host, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repeat(monkeypatch, lambda: None, lambda: units(gpu_host, "failed"))
     with pytest.raises(EndError):
         command(reconciler(gpu_host), "status --watch=1")
     text = capsys.readouterr().out
     assert text.count(f"{MACHINE}: not ready") == 2, "nothing changed before the second time"
     assert "\x1b" not in text
-
-
-def test_watch_clears_a_terminal(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     repeat(monkeypatch, lambda: None)
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
     with pytest.raises(EndError):
         command(reconciler(gpu_host), "status --watch=1")
     assert terminal.getvalue().count("\x1b[H\x1b[2J") == 2
@@ -280,17 +274,11 @@ def test_a_record_of_gpus_that_may_not_be_read(gpu_host: Host, capsys: Capture) 
 
 def test_a_machine_that_runs_exists(gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     hide(gpu_host, monkeypatch)
-    units(gpu_host, "active")
-    assert "MachineRunning  True" in printed(reconciler(gpu_host), capsys, "--wide")
-    units(gpu_host, "inactive", stopped_at=5)
-    assert "MachineRunning  False    -      Stopped" in printed(reconciler(gpu_host), capsys, "--wide")
-
-
-def test_plan_says_that_it_is_not_known_whether_the_machine_exists(
-    gpu_host: Host, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hide(gpu_host, monkeypatch)
     assert command(reconciler(gpu_host), "plan") == 0
     text = capsys.readouterr().out
     assert f"{MACHINE}: whether it exists is unknown" in text
     assert f"would start machine {MACHINE}" in text
+    units(gpu_host, "active")
+    assert "MachineRunning  True" in printed(reconciler(gpu_host), capsys, "--wide")
+    units(gpu_host, "inactive", stopped_at=5)
+    assert "MachineRunning  False    -      Stopped" in printed(reconciler(gpu_host), capsys, "--wide")

@@ -35,10 +35,6 @@ def lines(*machines: MachineOutcome, width: int = 80, colour: bool = False, whol
     return list(summaries(machines, width=width, colour=colour, whole=whole))
 
 
-def test_a_ready_machine_is_one_line() -> None:
-    assert lines(machine("gpu-node")) == ["gpu-node: ready, for 5 min, 2 GPUs"]
-
-
 def test_what_is_wrong_comes_first() -> None:
     found = lines(machine("a"), machine("b", *SILENT), machine("c", NOT_LOADED))
     assert [each.partition(",")[0] for each in found if not each.startswith(" ")] == [
@@ -54,15 +50,22 @@ def test_one_entry_for_one_cause() -> None:
         "  LibrariesLinked, CDISpecCurrent and 4 more: Unknown, NoReport",
         "    the machine has not reported",
     ]
-
-
-def test_what_follows_from_a_stopped_machine_is_left_out() -> None:
+    assert lines(machine("gpu-node")) == ["gpu-node: ready, for 5 min, 2 GPUs"]
+    ready = Condition(ConditionType.READY, Status.TRUE, Reason.NO_GPU, "this host has no GPU: no GPU is set up")
+    assert list(summaries([MachineOutcome("a", (ready,))])) == [
+        "a: ready, NoGPU, 0 GPUs",
+        "    this host has no GPU: no GPU is set up",
+    ]
     found = lines(machine("gpu-node", OFF, *FOLLOWS))
     assert found == [
         "gpu-node: not ready, Stopped, for 5 min, 2 GPUs",
         "  MachineRunning: False, Stopped",
         "    machine gpu-node was stopped",
     ]
+    found = lines(machine("a", NOT_LOADED, *SILENT), whole=False)
+    assert len(found) == 3
+    assert found[1].startswith("  DriverLoaded: False, ModuleNotLoaded: the kernel module")
+    assert found[1].endswith("...")
 
 
 def test_faults_that_ready_ignores_come_last() -> None:
@@ -96,13 +99,6 @@ def test_lines_fit(style: dict[str, Any]) -> None:
     assert max(map(len, found)) <= style.get("width", 80)
 
 
-def test_several_machines_have_one_line_for_each_cause() -> None:
-    found = lines(machine("a", NOT_LOADED, *SILENT), whole=False)
-    assert len(found) == 3
-    assert found[1].startswith("  DriverLoaded: False, ModuleNotLoaded: the kernel module")
-    assert found[1].endswith("...")
-
-
 def test_long_names_are_not_broken() -> None:
     """Users copy paths and commands from the output."""
     unit = "usr-lib-unbounded\\x2dagent-with-a-name-that-is-longer-than-a-whole-line-of-a-terminal.mount"
@@ -115,14 +111,6 @@ def test_colours_are_for_terminals() -> None:
     found = lines(machine("a", NOT_LOADED), colour=True)[0]
     assert found.startswith("a: \x1b[1;31mnot ready\x1b[0m, ModuleNotLoaded")
     assert re.sub(r"\x1b\[[0-9;]*m", "", found) == lines(machine("a", NOT_LOADED))[0]
-
-
-def test_a_ready_machine_without_gpus_says_why() -> None:
-    ready = Condition(ConditionType.READY, Status.TRUE, Reason.NO_GPU, "this host has no GPU: no GPU is set up")
-    assert list(summaries([MachineOutcome("a", (ready,))])) == [
-        "a: ready, NoGPU, 0 GPUs",
-        "    this host has no GPU: no GPU is set up",
-    ]
 
 
 @pytest.mark.parametrize(

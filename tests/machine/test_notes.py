@@ -21,7 +21,6 @@ GOOD = {"RuntimeConfigured": ("True", "ReadBack"), "CDISpecCurrent": ("True", "V
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """A machine after a first run, whose containerd was started afterwards."""
     machine = gpu_machine(tmp_path / "machine")
     run(machine)
     machine.program("systemctl", systemctl("active", 10**15))
@@ -30,7 +29,6 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def written(machine: Machine) -> dict[str, str]:
-    """Return all conditions' statuses."""
     return {kind: status for kind, (status, _) in machine.conditions().items()}
 
 
@@ -119,7 +117,6 @@ def test_an_unreadable_note_costs_no_report_and_nothing_that_exists(machine: Mac
 
 
 def foreign(machine: Machine) -> None:
-    """Let both of our files be rewritten."""
     machine.put("/usr/bin/nvidia-ctk", "another build")
     machine.remove_tree(MACHINE_STATE)
     machine.put(SPEC, "{}")

@@ -21,7 +21,6 @@ NONE = {"links": 0, "spec": 0, "containerd": 0, "runtime": 0}
 
 @pytest.fixture
 def settled(tmp_path: Path) -> Machine:
-    """A machine after two runs, between which containerd restarted."""
     machine = gpu_machine(tmp_path)
     run(machine)
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))

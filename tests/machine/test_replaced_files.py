@@ -32,7 +32,6 @@ REPLACEMENTS: dict[str, Callable[[Path], None]] = {
 
 
 def own_files(machine: Machine) -> list[Path]:
-    """Return all files of the agent, except those that the host writes."""
     trees = [machine.tree / directory[1:] for directory in (STATE, RUNTIME)]
     files = [place for tree in trees for place in tree.rglob("*") if place.is_file() and "handoff" not in place.parts]
     return sorted(files)

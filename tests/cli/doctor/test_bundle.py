@@ -41,7 +41,6 @@ class Journal(dict[tuple[str, ...], Completed]):
 
 @pytest.fixture
 def seeded(gpu_host: Host) -> Host:
-    """A host with a secret wherever one may be."""
     answer_of_libcuda(gpu_host, "12040\n")
     gpu_host.bus.unit("unbounded-agent.service")
     gpu_host.file(CONFIG_FILE, f'[machines.gpu-node]\npod_environment.X_PASSWORD = "hunter2"\n# {TOKEN}\n')
@@ -60,6 +59,7 @@ def written(host: Host) -> dict[str, str]:
 
 
 def test_what_is_in_it(seeded: Host, capsys: Capture) -> None:
+    """No secret."""
     files = written(seeded)
     assert {"version.txt", "doctor.txt", "plan.txt", f"machines/{MACHINE}/kubelet.log", f"files{CONFIG_FILE}"} <= set(
         files
@@ -73,10 +73,7 @@ def test_what_is_in_it(seeded: Host, capsys: Capture) -> None:
     printed = capsys.readouterr().out
     assert printed.startswith("/root/b.tar.gz is written; ")
     assert "Read it before you send it." in printed
-
-
-def test_it_has_no_secret(seeded: Host) -> None:
-    text = "\n".join(written(seeded).values())
+    text = "\n".join(files.values())
     assert REMOVED in text
     assert [each for each in ("hunter2", TOKEN, "s3cr3tvalue", "MIIEow") if each in text] == []
 
@@ -145,6 +142,13 @@ def test_every_form_of_a_secret_is_removed(frame: str) -> None:
 
 def test_what_helps_stays_readable() -> None:
     lines = (DATA / "readable.txt").read_text().splitlines()
+    lines += [
+        'bootstrap_token_file = "/etc/unbounded-agent/token"',
+        "libcuda.so.550.163.01 => /usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01",
+        "GPU-5e1f0a8c-0000-4000-8000-000000000000 0000:01:00.0",
+        "https://registry.example:5000/image@sha256:0123456789abcdef",
+        "2026-11-23T04:00:00Z unbounded-agent[1]: pass ended",
+    ]
     assert [redacted(line) for line in lines] == lines
 
 
@@ -177,17 +181,3 @@ def test_attack_a_long_line_next_to_a_key_takes_no_time(text: str) -> None:
     started = time.process_time()
     redacted(text.replace("{}", 100_000 * "a"))
     assert time.process_time() - started < 2
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        'bootstrap_token_file = "/etc/unbounded-agent/token"',
-        "libcuda.so.550.163.01 => /usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01",
-        "GPU-5e1f0a8c-0000-4000-8000-000000000000 0000:01:00.0",
-        "https://registry.example:5000/image@sha256:0123456789abcdef",
-        "2026-11-23T04:00:00Z unbounded-agent[1]: pass ended",
-    ],
-)
-def test_other_texts_stay(text: str) -> None:
-    assert redacted(text) == text

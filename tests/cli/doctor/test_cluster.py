@@ -146,24 +146,11 @@ def test_a_wrong_strategy_is_corrected_where_it_is_set() -> None:
     assert finding.fix[0].startswith(
         "kubectl -n kube-system set env daemonset/nvidia-device-plugin DEVICE_LIST_STRATEGY=envvar"
     )
-
-
-def test_a_pod_waits_for_validation_markers() -> None:
-    waiting = [{"name": "toolkit-validation", "state": {"running": {"startedAt": EARLIER}}}]
+    waiting: list[dict[str, Any]] = [{"name": "toolkit-validation", "state": {"running": {"startedAt": EARLIER}}}]
     plugin = changed(PLUGIN, "status", "initContainerStatuses", to=waiting)
     assert "machines.NAME.validation_markers = true" in only(cluster(plugin, POD)).fix[0]
     waiting[0]["state"] = {"running": {"startedAt": RECENT}}
     assert findings(cluster(changed(PLUGIN, "status", "initContainerStatuses", to=waiting))) == ()
-
-
-def test_the_operator_reverts_a_label() -> None:
-    node = copy.deepcopy(NODE)
-    node["metadata"]["managedFields"][0]["time"] = RECENT
-    finding = only(cluster(node=node))
-    assert "keeps setting labels of node gpu-node" in finding.cause
-    assert f"set by gpu-operator at {RECENT}" in finding.evidence
-    new = changed(node, "metadata", "creationTimestamp", to=RECENT)
-    assert findings(cluster(node=new)) == (), "a new Node gets its labels"
 
 
 def test_the_operator_installs_a_driver() -> None:
@@ -185,6 +172,13 @@ def test_the_label_that_pods_select_is_missing() -> None:
     assert "not the label nvidia.com/gpu.present=true" in finding.cause
     assert not any("GPU Feature Discovery" in each for each in finding.fix), "it does not set this label"
     assert finding.fix[0] == "kubectl label node gpu-node nvidia.com/gpu.present=true"
+    node = copy.deepcopy(NODE)
+    node["metadata"]["managedFields"][0]["time"] = RECENT
+    finding = only(cluster(node=node))
+    assert "keeps setting labels of node gpu-node" in finding.cause
+    assert f"set by gpu-operator at {RECENT}" in finding.evidence
+    new = changed(node, "metadata", "creationTimestamp", to=RECENT)
+    assert findings(cluster(node=new)) == (), "a new Node gets its labels"
 
 
 def test_a_resource_without_a_runtime_class() -> None:

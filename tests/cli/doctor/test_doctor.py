@@ -59,6 +59,16 @@ def test_a_sound_machine_has_no_finding() -> None:
         "gpu-node: ready: AllConditionsTrue",
         "image for machines of this host: containerfiles/agent-ubuntu2404",
     ]
+    diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NO_DAEMON)))
+    assert len(diagnosis.findings) == 1
+    assert sound(diagnosis)
+    settling = false(ConditionType.READY, Reason.SETTLING, "it becomes True in a minute")
+    diagnosis = diagnose(MachineOutcome("gpu-node", (*conditions(NO_DAEMON)[:-1], settling)))
+    assert [each.prevents_ready for each in diagnosis.findings] == [False, True]
+    assert "  - Ready: False, Settling" in words(diagnosis)
+    ready = true(ConditionType.READY, Reason.NO_GPU, "this host has no GPU; machine gpu-node does not run")
+    diagnosis = diagnose(MachineOutcome("gpu-node", (ready,)))
+    assert words(diagnosis)[1:3] == ["gpu-node: ready: NoGPU", f"    {ready.message}"]
 
 
 def test_faults_come_in_order_with_their_symptoms() -> None:
@@ -79,25 +89,6 @@ def test_faults_come_in_order_with_their_symptoms() -> None:
     ]
     assert "  - PersistenceMode: False, DaemonNotRunning (not needed for Ready)" in lines
     assert "  - RuntimeConfigured, RuntimeActive: Unknown, NoReport" in lines
-
-
-def test_a_cause_of_ready_itself_is_needed_for_ready() -> None:
-    settling = false(ConditionType.READY, Reason.SETTLING, "it becomes True in a minute")
-    diagnosis = diagnose(MachineOutcome("gpu-node", (*conditions(NO_DAEMON)[:-1], settling)))
-    assert [each.prevents_ready for each in diagnosis.findings] == [False, True]
-    assert "  - Ready: False, Settling" in words(diagnosis)
-
-
-def test_conditions_not_needed_for_ready_are_listed_but_are_not_faults() -> None:
-    diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NO_DAEMON)))
-    assert len(diagnosis.findings) == 1
-    assert sound(diagnosis)
-
-
-def test_why_a_machine_without_gpus_is_ready_is_said() -> None:
-    ready = true(ConditionType.READY, Reason.NO_GPU, "this host has no GPU; machine gpu-node does not run")
-    diagnosis = diagnose(MachineOutcome("gpu-node", (ready,)))
-    assert words(diagnosis)[1:3] == ["gpu-node: ready: NoGPU", f"    {ready.message}"]
 
 
 def test_error_codes_that_people_confuse_are_explained() -> None:
@@ -179,10 +170,6 @@ def test_the_cuda_version_by_which_images_are_chosen(gpu_host: Host, text: str, 
     assert said in line
 
 
-def test_without_a_driver_no_driver_is_listed(sound_host: Host) -> None:
-    assert diagnose_host(NOTHING, EMPTY, sound_host).drivers == ()
-
-
 @pytest.mark.usefixtures("sound_host")
 def test_only_the_hosts_own_library_is_loaded(gpu_host: Host) -> None:
     """Root in a machine may have changed the copy that machines see."""
@@ -224,6 +211,7 @@ def test_the_image_is_chosen_by_the_present_gpus(gpu_host: Host) -> None:
 
 def test_a_host_as_it_should_be(sound_host: Host) -> None:
     assert host_findings(sound_host) == ()
+    assert diagnose_host(NOTHING, EMPTY, sound_host).drivers == ()
 
 
 def test_a_service_that_is_stopped_or_not_installed(sound_host: Host) -> None:

@@ -75,39 +75,27 @@ def test_every_documented_fault_has_a_remedy() -> None:
         return bool(remedy(kind, reason)) or any(special)
 
     assert [each for each in documented() if not has_one(*each)] == []
-
-
-def test_remedies_belong_to_documented_reasons() -> None:
     known = {row["reason"] for row in rows()}
     assert {each if isinstance(each, str) else each[1] for each in REMEDIES} - known == set()
-
-
-def test_placeholders_are_filled() -> None:
     faults = [false(kind, Reason(reason), reason) for kind, reason in documented() if kind is not KIND.READY]
     found = [line for fault in faults for line in fix(fault.type, fault.reason)]
     assert found
     assert [line for line in found if "{" in line] == []
 
 
-def test_no_command_resets_all_failed_units() -> None:
+def test_what_no_command_does() -> None:
     """A machine whose unit failed would then count as stopped by somebody, and its alert would end."""
     resets = [line for fix in REMEDIES.values() for line in fix if "reset-failed" in line]
     assert resets
     assert [line for line in resets if not re.search(r"reset-failed \S*@\{machine\}", line)] == []
-
-
-def test_a_reboot_is_announced_to_all_machines() -> None:
-    """A host may have several, and the fault of one is no reason to end the pods of another."""
+    # The images of containerfiles/ have none. A copy of the unit would not change its drop-ins either.
+    assert [line for fix in REMEDIES.values() for line in fix if line.startswith("systemctl edit")] == []
+    # A host may have several, and the fault of one is no reason to end the pods of another.
     fixes = [*REMEDIES.values(), *FIXED.values(), fix(ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER)]
     fixes.append(fix(ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH))
     reboots = [line for lines in fixes for line in lines if line.startswith("systemctl reboot")]
     assert len(reboots) > 3
     assert [line for line in reboots if "all machines" not in line] == []
-
-
-def test_no_command_needs_an_editor() -> None:
-    """The images of containerfiles/ have none. A copy of the unit would not change its drop-ins either."""
-    assert [line for fix in REMEDIES.values() for line in fix if line.startswith("systemctl edit")] == []
 
 
 @pytest.mark.parametrize("as_root", [True, False])
@@ -287,13 +275,10 @@ def test_commands_name_the_gpus_that_are_known() -> None:
     assert not [line for line in missing if "-c N" in line]
 
 
-def test_another_driver_is_blacklisted_by_its_name() -> None:
+def test_other_drivers_are_blacklisted_by_their_names() -> None:
     gpu = replace(facts.gpu(0), driver="nouveau")
     around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=(gpu,)),))
     assert "blacklist nouveau" in fix(ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER, around)[0]
-
-
-def test_each_driver_is_blacklisted_on_a_line_of_its_own() -> None:
     gpus = (replace(facts.gpu(0), driver="nouveau"), replace(facts.gpu(1), driver="nova_core"))
     around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=gpus),))
     lines = fix(ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER, around)
@@ -318,23 +303,17 @@ def test_vendors_without_a_gpu_have_no_symptoms_and_no_commands(tmp_path: Path) 
 # ---- what is listed
 
 
-def test_what_follows_from_a_stopped_machine_is_left_out() -> None:
+def test_what_is_listed() -> None:
     stopped = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "it was stopped")
     follows = unknown(ConditionType.CDI_SPEC_CURRENT, Reason.MACHINE_NOT_RUNNING, "it is not running")
     (finding,) = diagnose(MachineOutcome("m", conditions(stopped, follows))).findings
     assert finding.reason == "Stopped"
-
-
-def test_true_conditions_that_ask_for_something_are_no_faults() -> None:
+    ready = false(ConditionType.READY, Reason.NO_GPU, "this host has no GPU, and require_gpus is set")
+    (finding,) = diagnose(MachineOutcome("m", (ready,))).findings
+    assert finding.conditions == (ConditionType.READY,)
+    assert any("set machines.m.require_gpus = false, then: systemctl reload" in each for each in finding.fix)
     waits = true(ConditionType.LIBRARIES_PRESENT, Reason.RELOAD_NEEDED, "libraries 575 take effect later")
     diagnosis = diagnose(MachineOutcome("m", conditions(waits)), AROUND)
     (finding,) = diagnosis.findings
     assert (finding.status, finding.prevents_ready, finding.symptoms) == (Status.TRUE, False, "")
     assert any(each.startswith("rmmod") for each in finding.fix)
-
-
-def test_a_machine_that_is_not_ready_by_a_reason_of_its_own() -> None:
-    ready = false(ConditionType.READY, Reason.NO_GPU, "this host has no GPU, and require_gpus is set")
-    (finding,) = diagnose(MachineOutcome("m", (ready,))).findings
-    assert finding.conditions == (ConditionType.READY,)
-    assert any("set machines.m.require_gpus = false, then: systemctl reload" in each for each in finding.fix)

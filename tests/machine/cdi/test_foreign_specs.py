@@ -50,6 +50,11 @@ def test_a_spec_that_outranks_ours(machine: Machine, before: bool) -> None:
     )
     units = "nvidia-cdi-refresh.path nvidia-cdi-refresh.service"
     assert f"`systemctl disable --now {units}; systemctl mask {units}`, then remove" in message
+    machine.put("/var/run/cdi/site.yaml", spec("all"))
+    both = f"then remove {REFRESHED}; remove /var/run/cdi/site.yaml, and stop what writes it"
+    assert both in condition(machine)[2], "the advice about NVIDIA's units alone would leave the other file"
+    machine.drop("/var/run/cdi/site.yaml")
+    run(machine)
     assert not {"0", "all"} & set(machine.report()["cdi_devices"])
     assert "1" in machine.report()["cdi_devices"]
     machine.drop(REFRESHED)
@@ -120,8 +125,6 @@ def test_same_names_in_our_directory_are_dropped(machine: Machine) -> None:
 
 
 def test_names_that_collide_are_generated_once(machine: Machine) -> None:
-    """The timer runs each minute; a new file there, or another grant, is checked again."""
-
     def generated() -> bool:
         machine.calls.clear()
         assert condition(machine)[:2] == ("False", "NamesCollide")
@@ -200,7 +203,6 @@ def test_a_file_that_would_block_runtimes(machine: Machine, path: str, link: boo
 
 
 def test_files_that_runtimes_skip(machine: Machine) -> None:
-    """A directory, and a dangling link."""
     machine.make_directory("/etc/cdi/directory.yaml")
     machine.link("/etc/cdi/dangling.json", "/nowhere")
     status, reason, message = condition(machine)
@@ -266,7 +268,6 @@ def test_attack_many_files_do_not_keep_a_run_from_its_end(machine: Machine, monk
 
 
 def test_attack_what_is_read_is_limited_in_all(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only each file, also all files together."""
     now = time.monotonic()
     # The time that checks take is limited too, and a busy computer needs more.
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -320,7 +321,6 @@ def test_attack_a_file_with_too_many_devices_is_not_kept(machine: Machine, count
 
 
 def test_attack_text_of_a_pod_is_quoted(machine: Machine) -> None:
-    """The name of a file."""
     name = "/var/run/cdi/x.yaml; all is well\u3164.yaml"
     machine.put(name, spec("0"))
     assert "from '/var/run/cdi/x.yaml; all is well\\u3164.yaml' instead of" in condition(machine)[2]
@@ -338,18 +338,3 @@ def test_enabled_refresh_units_are_named(machine: Machine, masked: bool) -> None
     units = "nvidia-cdi-refresh.path and nvidia-cdi-refresh.service are"
     expected = f"{units} enabled and would write /var/run/cdi/nvidia.yaml"
     assert (expected in message) is not masked
-
-
-def test_a_fault_of_our_own_comes_first(machine: Machine) -> None:
-    """A specification that cannot be made is reported as that; the other file is named once this is repaired."""
-    machine.put(REFRESHED, spec("0"))
-    machine.drop("/run/host-nvidia/0/usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01")
-    assert condition(machine)[:2] == ("False", "SpecRefused")
-
-
-def test_each_outranking_file_is_to_be_removed(machine: Machine) -> None:
-    """The advice about NVIDIA's units alone would leave the other file."""
-    machine.put(REFRESHED, spec("0"))
-    machine.put("/var/run/cdi/site.yaml", spec("all"))
-    message = condition(machine)[2]
-    assert f"then remove {REFRESHED}; remove /var/run/cdi/site.yaml, and stop what writes it" in message

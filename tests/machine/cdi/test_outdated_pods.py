@@ -16,7 +16,6 @@ from tests.fakes.pod_bundles import UVM, bundle, specification
 
 
 def test_pods_of_another_root_or_other_numbers_are_named(machine: Machine) -> None:
-    """CDISpecCurrent's message names them; its status and reason stay."""
     run(machine)
     bundle(machine, "a", specification("work/old-root"))
     bundle(machine, "b", specification("work/old-root"))

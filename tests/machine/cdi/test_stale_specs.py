@@ -25,7 +25,6 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def own(machine: Machine, path: str) -> None:
-    """Write a specification that the agent may have left."""
     Owned(machine).claim(path)
     machine.put(path, "{}")
 

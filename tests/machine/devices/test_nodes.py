@@ -99,7 +99,6 @@ def nodes(device: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_gpu_that_was_withdrawn_before_the_first_run_is_removed(machine: Machine) -> None:
-    """No run noted the grant: the mounts show it."""
     withdrawn_early(machine)
     run(machine)
     assert not machine.exists("/dev/nvidia1")
@@ -110,7 +109,6 @@ def test_a_gpu_that_was_withdrawn_before_the_first_run_is_removed(machine: Machi
 
 @pytest.mark.parametrize("note", ["withdrawn", "granted-nvidia"])
 def test_a_withdrawal_that_cannot_be_noted_costs_no_spec(machine: Machine, note: str) -> None:
-    """The node is removed nevertheless, and the specification that was refused because of it can be made."""
     withdrawn_early(machine)
 
     def full(path: str) -> None:
@@ -206,7 +204,6 @@ def hold(machine: Machine, pid: int = 77, group: str = POD_GROUP.partition("payl
 
 
 def test_a_process_with_a_withdrawn_node_open_is_named_until_it_exits(machine: Machine) -> None:
-    """Only the condition's message names the process; its status stays, because the granted GPUs can be used."""
     bundle(machine, CONTAINER, specification("work/cuda"))
     run(machine)
     directory = hold(machine)
@@ -255,7 +252,6 @@ def refuse(directory: str, error: Exception) -> Callable[[str], None]:
 
 
 def listings(machine: Machine) -> list[str]:
-    """Run the machine half seven times, and return its listings of all processes."""
     listed: list[str] = []
     refused = machine.before_list
 
@@ -315,7 +311,6 @@ def test_the_service_may_inspect_every_process() -> None:
 
 
 def gpus_of(machine: Machine, kind: str) -> list[str]:
-    """Return the only GPUs that a reported condition concerns."""
     return next(each.get("gpus", []) for each in machine.report()["conditions"] if each["type"] == kind)
 
 

@@ -22,7 +22,6 @@ FILES = {KUBELET: b"a program", UNIT: b"[Unit]\n", SETTINGS: b"{}\n"}
 
 @pytest.fixture
 def node(tmp_path: Path) -> Machine:
-    """A machine that `up` made, after its first run."""
     machine = gpu_machine(tmp_path)
     for path, content in FILES.items():
         machine.put(path, content)

@@ -25,7 +25,6 @@ OTHER = "GPU-99999999-0000-0000-0000-000000000000"
 
 @pytest.fixture
 def serving(kubelet: Kubelet) -> Kubelet:
-    """Kubelet and plugin run, started after the CDI specification was published, and advertise both GPUs."""
     kubelet.serve()
     return kubelet
 
@@ -71,7 +70,6 @@ def test_an_unhealthy_gpu_needs_no_restart(serving: Kubelet) -> None:
 
 
 def test_time_slicing_is_compared_by_gpu(serving: Kubelet) -> None:
-    """Each GPU has four replicas. Eight replicas of a single GPU are not the same."""
     replicas = [f"{gpu}::{index}" for gpu in UUIDS for index in range(4)]
     serving.advertise(gpu_shared=replicas)
     assert serving.condition() == ("True", "Advertised")
@@ -111,7 +109,6 @@ def test_missing_and_stale_gpus_are_named(serving: Kubelet) -> None:
 
 
 def test_all_gpus_are_withdrawn(serving: Kubelet) -> None:
-    """The machine has no GPU left, but the plugin still offers some."""
     serving.machine.hand(EMPTY)
     assert serving.condition() == ("False", "DevicePluginRestartNeeded")
     serving.advertise(gpu=[])
@@ -130,7 +127,6 @@ def test_a_plugin_that_exited_or_was_killed(serving: Kubelet) -> None:
 
 
 def test_a_dead_plugin_next_to_one_that_serves(serving: Kubelet) -> None:
-    """One of two plugins, or of two resources, is dead, but the checkpoint still lists its devices."""
     other = f"{PLUGINS}/nvidia-mig-1g.5gb.sock"
     serving.listen(other)
     serving.advertise(gpu=list(UUIDS))
@@ -217,7 +213,6 @@ def test_a_specification_from_before_the_clock_was_set_back(serving: Kubelet, mo
 
 
 def ahead(kubelet: Kubelet, path: str) -> None:
-    """Date a file as if the clock had been ahead when it was written."""
     file = kubelet.machine.tree / path[1:]
     dated = file.stat().st_mtime_ns + AHEAD * 10**9
     os.utime(file, ns=(dated, dated))
@@ -290,7 +285,6 @@ def test_formats_of_the_checkpoint(document: object) -> None:
     ],
 )
 def test_a_bad_checkpoint_is_named(serving: Kubelet, text: bytes, named: str) -> None:
-    """A bad checkpoint affects neither the run nor another condition."""
     with pytest.raises(DocumentError, match=named):
         parse_checkpoint(text)
     serving.checkpoint(text)

@@ -38,7 +38,6 @@ def node(tmp_path: Path) -> Node:
 
 
 def run(node: Node, now: float, *, set_by: float = 0.0) -> None:
-    """Run at `now` by the wall clock, which was set forward by `set_by` seconds since NOW."""
     since_boot = time.monotonic
     with pytest.MonkeyPatch.context() as clocks:
         clocks.setattr(time, "time", lambda: now)
@@ -130,7 +129,6 @@ def test_a_silent_host_is_unknown_until_it_returns(node: Node) -> None:
 
 @pytest.mark.parametrize("jump", [-86400.0, 3600.0, 86400.0])
 def test_a_clock_that_was_set(node: Node, jump: float) -> None:
-    """The Node stays ready, and a heartbeat in the future does not delay the next one."""
     run(node, NOW)
     run(node, NOW + jump + 30, set_by=jump)
     assert node.on_node()["status"] == "True"
@@ -152,7 +150,6 @@ def test_a_status_from_the_future_proves_nothing(node: Node) -> None:
     "text", [b"", b"[]", b'{"version": 9}', render_host_status(READY, NOW).replace(b"True", b"Maybe")]
 )
 def test_a_document_of_unknown_format(node: Node, text: bytes) -> None:
-    """The document may be from another release. The Node must not stay ready, and Node and report say why."""
     run(node, NOW)
     node.put(HOST_STATUS, text)
     run(node, NOW + 1)
@@ -161,7 +158,6 @@ def test_a_document_of_unknown_format(node: Node, text: bytes) -> None:
 
 
 def test_the_condition_is_withdrawn_when_no_longer_configured(node: Node) -> None:
-    """The condition is removed even after a boot of the machine, which clears the notes. Then nothing is sent."""
     run(node, NOW)
     node.drop(HOST_STATUS)
     node.drop("/run/unbounded-agent/state/node-condition.json")
@@ -314,7 +310,6 @@ def test_systemd_is_asked_about_the_kubelet_only_after_its_start(node: Node) -> 
     "change", [{"cgroup": "0::/kubepods/burstable/pod1/1"}, {"users": "1000\t0\t0\t0"}, {"another": "process"}]
 )
 def test_a_known_kubelet_must_still_be_one(node: Node, change: dict[str, str]) -> None:
-    """It is outside containers, root's, and the process that systemd started."""
     run(node, NOW)
     stat = node.read("/proc/40/stat")
     if "another" in change:
@@ -441,18 +436,6 @@ def test_a_deleted_node_is_named_so(node: Node) -> None:
     assert node.outcome() == ("True", "Set")
 
 
-def test_what_others_change_stays(node: Node) -> None:
-    """The kubelet and controllers write the same Node, also between our runs."""
-    run(node, NOW)
-    others = [{**KUBELETS_OWN, "status": "False"}, node.on_node(), {"type": "DiskPressure", "status": "True"}]
-    node.api.put(f"{NODES}/gpu-node", {**node.object, "status": {"conditions": others, "capacity": {"cpu": "4"}}})
-    node.publish_status(false(ConditionType.READY, Reason.STOPPED, "it stopped"))
-    run(node, NOW + 1)
-    assert node.object["status"]["capacity"] == {"cpu": "4"}
-    assert [each for each in node.object["status"]["conditions"] if each["type"] != TYPE] == [others[0], others[2]]
-    assert node.on_node()["reason"] == "Stopped"
-
-
 @pytest.mark.parametrize("text", [b"", b"[]", b"<html>proxy</html>"])
 def test_an_answer_that_is_not_a_node(node: Node, text: bytes) -> None:
     node.api.answer = lambda *_: (200, text)
@@ -530,7 +513,6 @@ def test_a_damaged_note_counts_as_empty(node: Node, changed: dict[str, object]) 
 
 
 def test_the_report_has_the_outcome_of_the_last_run(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after the clock was set."""
     node.publish_status()
     node.api.answer = lambda *_: failure(403, "no")
     run(node, NOW)

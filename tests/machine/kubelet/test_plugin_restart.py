@@ -19,7 +19,6 @@ NOTE = "device-plugin-restart-nvidia"
 
 @pytest.fixture
 def outdated(kubelet: Kubelet) -> Kubelet:
-    """The second GPU was added after the plugin had started, and a restart is configured."""
     kubelet.serve()
     kubelet.machine.hand(REQUEST, restart_device_plugin=True)
     kubelet.machine.put("/usr/local/bin/crictl")
@@ -31,7 +30,6 @@ def outdated(kubelet: Kubelet) -> Kubelet:
 
 
 def pass_time(machine: Machine, seconds: float) -> None:
-    """Make the last restart's note that many seconds older."""
     notes = Notes(machine)
     noted = notes.load(NOTE)
     notes.save(NOTE, {**noted, "at": noted["at"] - seconds})
@@ -62,7 +60,6 @@ def test_the_container_that_serves_is_stopped_once(outdated: Kubelet, cgroup: st
 
 
 def test_the_plugin_of_a_machine_without_gpus_is_restarted_once(outdated: Kubelet) -> None:
-    """The specification was removed, and what the plugin advertises is gone."""
     outdated.machine.hand(EMPTY, restart_device_plugin=True)
     for _ in range(3):
         assert outdated.condition() == ("False", "DevicePluginRestartNeeded")

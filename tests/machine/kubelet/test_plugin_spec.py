@@ -24,7 +24,6 @@ def plugin_spec() -> Spec:
 
 @pytest.fixture(autouse=True)
 def with_a_spec(kubelet: Kubelet) -> None:
-    """Everything is advertised, and the plugin uses a CDI strategy."""
     kubelet.serve()
     kubelet.machine.put(SPEC, json.dumps(plugin_spec()))
 

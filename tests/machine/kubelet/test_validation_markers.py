@@ -137,8 +137,6 @@ def test_an_error_costs_no_report(machine: Machine) -> None:
 
 
 def test_a_kill_between_the_writes_leaves_nothing_behind(machine: Machine) -> None:
-    """The next run finishes, or removes what is no longer wanted."""
-
     def kill(path: str) -> None:
         if path == TOOLKIT:
             raise KeyboardInterrupt

@@ -46,7 +46,6 @@ def test_groups_are_removed_from_devices_and_common_edits() -> None:
 
 
 def test_the_published_spec_is_normalised(tmp_path: Path) -> None:
-    """This holds whatever the generator writes."""
     machine = gpu_machine(tmp_path / "machine")
     wordy = recorded_spec() | {"cdiVersion": "1.0.0"}
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, wordy))

@@ -21,17 +21,14 @@ def facts(tmp_path: Path, vendor: DraVendor, files: dict[str, str], driver_versi
     return dict(vendor.read_facts(system, [GPU], driver_version))[GPU]
 
 
-def test_amd(tmp_path: Path) -> None:
+def test_what_sysfs_says(tmp_path: Path) -> None:
     files = {"product_name": "AMD Instinct MI210\n", "unique_id": "4f5e\n", "mem_info_vram_total": "68702699520\n"}
     assert facts(tmp_path, AMD, {**files, "device": "0x740f\n"}, "6.8.5") == DeviceFacts(
         {"driverVersion": Version("6.8.5"), "productName": "AMD Instinct MI210", "uuid": "4f5e", "pciDevice": "0x740f"},
         {"memory": 68702699520},
     )
-
-
-def test_intel(tmp_path: Path) -> None:
     files = {"device": "0x56c0\n", "tile0/physical_vram_size_bytes": "17179869184\n"}
-    assert facts(tmp_path, INTEL, files) == DeviceFacts({"pciDevice": "0x56c0"}, {"memory": 17179869184})
+    assert facts(tmp_path / "intel", INTEL, files) == DeviceFacts({"pciDevice": "0x56c0"}, {"memory": 17179869184})
 
 
 def test_facts_are_incomplete_while_the_driver_does_not_answer(tmp_path: Path) -> None:

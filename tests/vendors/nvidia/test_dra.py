@@ -56,18 +56,9 @@ def answers(query: str = ROW, listed: str = LISTED, version: str = VERSION) -> R
 
 def test_a_gpu_has_what_claims_select_by(tmp_path: Path) -> None:
     assert facts(tmp_path, answers(), GPU) == {GPU: DeviceFacts({**COMMON, "uuid": UUID}, {"memory": 80 << 30})}
-
-
-def test_the_cuda_version_has_another_name_since_610(tmp_path: Path) -> None:
     assert facts(tmp_path, answers(version=VERSION_610), GPU)[GPU].attributes["cudaDriverVersion"] == Version("13.3.0")
-
-
-def test_a_mig_device_has_its_profile_and_its_parent(tmp_path: Path) -> None:
-    found = facts(tmp_path, answers(), PART)[PART]
-    assert found == DeviceFacts({**COMMON, "uuid": MIG, "profile": "1g.10gb", "parentUUID": UUID})
-
-
-def test_what_the_driver_cannot_tell_is_left_out(tmp_path: Path) -> None:
+    mig = DeviceFacts({**COMMON, "uuid": MIG, "profile": "1g.10gb", "parentUUID": UUID})
+    assert facts(tmp_path, answers(), PART) == {PART: mig}
     row = f"00000000:01:00.0, {UUID}, [Unknown Error], [N/A], 550.163.01, [GPU is lost]\n"
     found = facts(tmp_path, answers(row, version="no"), GPU)[GPU]
     assert found == DeviceFacts({"driverVersion": Version("550.163.1"), "uuid": UUID})

@@ -93,10 +93,7 @@ def test_registered_gpus_need_no_other_proof(service: Seen[str]) -> None:
 def test_registered_gpus_outweigh_what_could_not_be_observed() -> None:
     assert ready(said("Completed", "Success"), Unseen("no answer")).reason == "FabricRegistered"
     assert ready(said("Completed", "Success"), "activating").reason == "FabricRegistered"
-
-
-def test_a_fabric_manager_that_has_stopped_is_a_fault_although_gpus_are_registered() -> None:
-    """Then programs that start fail with error 802 (nvidia-smi(1), Fabric Manager's ABORT_CUDA_JOBS_ON_FM_EXIT)."""
+    # Then programs that start fail with error 802 (nvidia-smi(1), Fabric Manager's ABORT_CUDA_JOBS_ON_FM_EXIT).
     assert ready(said("Completed", "Success"), "failed").reason == "FabricManagerNotRunning"
 
 
@@ -139,9 +136,12 @@ def test_without_answers_it_is_inferred_and_says_so(fabric: Seen[str], reason: s
     assert silent.message.endswith(f"; inferred: no answer from {', '.join(GPUS)}: the machine has not reported")
 
 
-def test_answers_for_other_gpus_do_not_count() -> None:
+def test_only_answers_for_its_gpus_count() -> None:
     """The machine is not trusted."""
     assert ready(said("In Progress", gpus=("0000:ff:00.0",))).reason == "NotApplicable"
+    condition = ready(said("Completed", "Success", GPUS[1:]), silence="nvidia-smi got no answer")
+    assert condition.reason == "FabricRegistered"
+    assert condition.message.endswith(f"; no answer from {GPUS[0]}: nvidia-smi got no answer")
 
 
 @pytest.mark.parametrize(("state", "status"), [("ERR ", "ERR "), ("Completed", "[Unknown Error]")])
@@ -150,12 +150,6 @@ def test_what_is_no_answer_is_no_verdict(state: str, status: str) -> None:
     condition = ready(said(state, status, GPUS[:1]) + said("Completed", "Success", GPUS[1:]))
     assert condition.reason == "FabricRegistered"
     assert f"no answer from {GPUS[0]}" in condition.message
-
-
-def test_a_gpu_that_is_silent_is_named() -> None:
-    condition = ready(said("Completed", "Success", GPUS[1:]), silence="nvidia-smi got no answer")
-    assert condition.reason == "FabricRegistered"
-    assert condition.message.endswith(f"; no answer from {GPUS[0]}: nvidia-smi got no answer")
 
 
 @pytest.mark.parametrize("fabric", [NO_SWITCH, "active", "activating", Unseen("no answer")])

@@ -28,7 +28,6 @@ def granted(facts: VendorFacts, **settings: object) -> Grant:
 
 
 def capabilities(grant: Grant) -> dict[str, str]:
-    """Return the GPU's PCI address by capability."""
     return {node.capability: node.pci_address for node in grant.nodes if node.kind is DeviceKind.CAPABILITY}
 
 
@@ -39,7 +38,6 @@ def devices_present(facts: VendorFacts) -> tuple[str, str]:
 
 @pytest.fixture
 def mig(host: Host) -> Host:
-    """A host with two GPUs, the first with one complete MIG device."""
     host.driver("550.163.01", gpus=2)
     host.node("/dev/nvidiactl", 195, 255)
     host.capability(GI, 12)
@@ -51,6 +49,13 @@ def test_a_mig_device_comes_with_its_gpu_and_no_other(mig: Host) -> None:
     assert capabilities(granted(observe(mig))) == {GI: FIRST, CI: FIRST}
     assert capabilities(granted(observe(mig), gpus=[SECOND])) == {}
     assert observe(mig).incomplete == ()
+    mig.capability("gpu7/mig/gi1/access", 957)
+    mig.capability("gpu7/mig/gi1/ci0/access", 958)
+    assert capabilities(granted(observe(mig))) == {GI: FIRST, CI: FIRST}
+    mig.capability("gpu1/mig/gi2/access", 156)
+    facts = observe(mig)
+    found = nvidia_conditions(facts, granted(facts, gpus=[FIRST]))[1]
+    assert "gi2" not in found.message
 
 
 def test_instances_of_a_gpu_under_another_minor_belong_to_that_gpu(mig: Host) -> None:
@@ -60,12 +65,6 @@ def test_instances_of_a_gpu_under_another_minor_belong_to_that_gpu(mig: Host) ->
         mig.file(f"/proc/driver/nvidia/gpus/{address}/information", text)
     assert capabilities(granted(observe(mig), gpus=[FIRST])) == {}
     assert capabilities(granted(observe(mig), gpus=[SECOND])) == {GI: SECOND, CI: SECOND}
-
-
-def test_instances_of_an_unlisted_gpu_are_not_granted(mig: Host) -> None:
-    mig.capability("gpu7/mig/gi1/access", 957)
-    mig.capability("gpu7/mig/gi1/ci0/access", 958)
-    assert capabilities(granted(observe(mig))) == {GI: FIRST, CI: FIRST}
 
 
 def drop_node(host: Host, minor: int) -> None:
@@ -92,13 +91,6 @@ def test_an_incomplete_instance_is_named_and_holds_up_nothing(mig: Host, step: s
     assert status == "True"
     assert expected in message
     assert ("nvidia-modprobe -f" in message) == (step != "no compute instance")
-
-
-def test_an_incomplete_instance_of_another_machines_gpu_is_not_mentioned(mig: Host) -> None:
-    mig.capability("gpu1/mig/gi2/access", 156)
-    facts = observe(mig)
-    found = nvidia_conditions(facts, granted(facts, gpus=[FIRST]))[1]
-    assert "gi2" not in found.message
 
 
 def test_a_destroyed_compute_instance_takes_its_gpu_instance_along(mig: Host) -> None:

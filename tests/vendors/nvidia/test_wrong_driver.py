@@ -15,7 +15,6 @@ FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 
 @pytest.fixture
 def bound(host: Host) -> Host:
-    """A host with two GPUs whose driver is not loaded."""
     host.driver("550.163.01", gpus=2)
     host.remove_file("/sys/module/nvidia/version")
     return host

@@ -19,7 +19,6 @@ def completed(spec: Spec) -> Spec:
 
 
 def mounts(spec: Spec) -> dict[str, Spec]:
-    """Return the mounts by host path."""
     return {mount["hostPath"]: mount for mount in spec["containerEdits"]["mounts"]}
 
 
@@ -69,7 +68,7 @@ def test_hooks_that_are_missing_are_made_and_links_come_before_ldconfig() -> Non
     assert {(hook["hookName"], hook["path"]) for hook in hooks} == {("createContainer", HOOK)}
 
 
-def test_additions_are_verified() -> None:
+def test_additions_are_made_once_and_verified() -> None:
     assert verify(completed(recorded_spec()), COMPLETE, LIVE, PRESENT).problems == ()
     assert verify(completed(recorded_spec()), COMPLETE, LIVE, PRESENT).not_in_spec == ()
     gone = f"{ROOT}/{X86_32}/libcuda.so.{VERSION}"
@@ -77,9 +76,6 @@ def test_additions_are_verified() -> None:
     assert problems == (f"containerEdits: mount of {gone}, which does not exist",)
     foreign = verify(completed(recorded_spec()), REQUEST, LIVE, PRESENT).problems
     assert any(f"{gone}', which is not a file of the driver root" in each for each in foreign), foreign
-
-
-def test_the_same_spec_gives_the_same_text_and_a_complete_one_is_left_alone() -> None:
     texts = {json.dumps(completed(recorded_spec()), sort_keys=True) for _ in range(3)}
     assert len(texts) == 1
     once = completed(recorded_spec())

@@ -67,7 +67,6 @@ def published(machine: Machine) -> set[str]:
 
 
 def test_a_failed_gpu_does_not_keep_the_others_from_pods(tmp_path: Path) -> None:
-    """nvidia-ctk fails for all GPUs, and then lists the others, under their usual names."""
     machine = gpu_machine(tmp_path)
     programs = Programs(machine, without_second(recorded_spec()))
     run(machine)

@@ -43,7 +43,6 @@ def hook(*arguments: str, path: str = HOOK, **more: object) -> Spec:
 
 
 def added(key: str, value: object) -> Callable[[Spec], object]:
-    """Return an edit that adds a value to a list of the containerEdits."""
     return lambda edits: edits.setdefault(key, []).append(value)
 
 
@@ -143,7 +142,6 @@ HERE = (
 
 
 def settle(tree: Path, spec: Spec) -> Machine:
-    """Run the machine half with an nvidia-ctk that writes the specification."""
     machine = gpu_machine(tree)
     machine.node("/dev/null", *NULL[:2])
     machine.node("/dev/sda", 8, 0)
@@ -187,7 +185,6 @@ def test_what_is_harmless_stays(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_unknown_is_left_out(name: str) -> None:
-    """The rest is as without it."""
     edit, named = UNKNOWN[name]
     sieve, made, verdict = sifted(edited(edit))
     assert verdict.problems == ()
@@ -200,14 +197,12 @@ def test_what_is_unknown_is_left_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", DANGEROUS)
 def test_what_is_dangerous_is_refused(name: str) -> None:
-    """The verdict names the part, although unknown parts surround it."""
     edit, named = DANGEROUS[name]
     *_, verdict = sifted(edited(UNKNOWN["variable"][0], edit, UNKNOWN["edits"][0]))
     assert named in "; ".join(verdict.problems)
 
 
 def test_what_a_machine_reports(tmp_path: Path) -> None:
-    """The message names what is new, also in later runs, which generate nothing and verify what is published."""
     harmless = settle(tmp_path / "harmless", edited(*(edit for edit, _ in HARMLESS.values())))
     unknown = settle(tmp_path / "unknown", edited(*(edit for edit, _ in UNKNOWN.values())))
     for _ in range(2):
@@ -224,9 +219,7 @@ def test_what_a_machine_reports(tmp_path: Path) -> None:
 
 
 def test_null_is_known_by_its_number(tmp_path: Path) -> None:
-    """A file with data at /dev/null is not /dev/null."""
-    spec = recorded_spec()
-    spec["containerEdits"]["mounts"].append(VOID)
+    spec = edited(HARMLESS["void"][0])
     machine = gpu_machine(tmp_path)
     machine.put("/dev/null", "data")
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, spec, "1.20.2"))
@@ -254,14 +247,7 @@ def test_unknown_keys_and_devices(tmp_path: Path) -> None:
     assert spec_of(machine) == spec_of(settle(tmp_path / "old", recorded_spec()))
 
 
-def test_a_dangerous_device_is_not_left_out() -> None:
-    """A device under an unknown name shows what the tool does."""
-    spec = recorded_spec()
-    spec["devices"].append({"name": "x", "containerEdits": {"deviceNodes": [{"path": "/dev/sda"}]}})
-    assert "device x: device node '/dev/sda' is not granted to this machine" in sifted(spec)[2].problems
-
-
-def test_what_pods_need_is_not_left_out() -> None:
+def test_what_is_dangerous_or_needed_is_not_left_out() -> None:
     """If the rest does not serve the GPUs, the specification is refused."""
     spec = recorded_spec()
     spec["containerEdits"]["Mounts"] = spec["containerEdits"].pop("mounts")
@@ -276,6 +262,10 @@ def test_what_pods_need_is_not_left_out() -> None:
     assert "unexpected hook argument apply-cuda-memory-limits" in "; ".join(
         verify(kept, asked, LIVE, FILES).problems
     ), "without the hook that the settings ask for, a pod could use more memory than its share"
+    # A device under an unknown name shows what the tool does.
+    spec = recorded_spec()
+    spec["devices"].append({"name": "x", "containerEdits": {"deviceNodes": [{"path": "/dev/sda"}]}})
+    assert "device x: device node '/dev/sda' is not granted to this machine" in sifted(spec)[2].problems
 
 
 def test_the_loader_of_containers_finds_the_driver() -> None:
@@ -294,7 +284,6 @@ def test_the_loader_of_containers_finds_the_driver() -> None:
 
 
 def generations(machine: Machine) -> int:
-    """Return how often nvidia-ctk has generated a specification since the last time."""
     found = sum("generate" in call for call in machine.calls)
     machine.calls.clear()
     return found
@@ -329,9 +318,6 @@ def test_the_runtime_adds_no_devices() -> None:
     assert "NVIDIA_VISIBLE_DEVICES=void" in made["containerEdits"]["env"]
     (problem,) = verify(spec, REQUEST, *HERE).problems
     assert "a pod could get other GPUs of the machine" in problem
-
-
-def test_the_two_forms_of_a_flag_are_one() -> None:
     changed = recorded_spec()
     for each in changed["containerEdits"]["hooks"]:
         name, kind, *rest = each["args"]
@@ -344,7 +330,6 @@ def test_the_two_forms_of_a_flag_are_one() -> None:
 
 @pytest.mark.parametrize("mode", ["gds", "management"])
 def test_modes_of_a_later_toolkit(machine: Machine, mode: str) -> None:
-    """The mount of 1.20.2 is published. Unknown parts are left out, which the reason says. Ready stays."""
     machine.node("/dev/null", *NULL[:2])
     spec = recorded(mode)
     spec["containerEdits"].setdefault("mounts", []).append(VOID)
@@ -402,7 +387,6 @@ DANGEROUS_PARTS: st.SearchStrategy[Edit] = st.one_of(
 
 
 def with_mounts() -> Spec:
-    """Return the recorded specification, in which each device also has a mount."""
     spec = recorded_spec()
     for device in spec["devices"]:
         device["containerEdits"]["mounts"] = [mount(SMI, "/usr/bin/nvidia-smi")]

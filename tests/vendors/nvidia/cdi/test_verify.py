@@ -47,14 +47,25 @@ def without_node(spec: Spec, path: str) -> None:
     edits(spec)["deviceNodes"] = [each for each in edits(spec)["deviceNodes"] if each["path"] != path]
 
 
-def test_the_recorded_spec_is_good() -> None:
-    """The recording passes and serves all GPUs; what nvidia-ctk 1.19.1 leaves out is named."""
+def test_what_the_recorded_spec_lacks_is_named() -> None:
     verdict = check(recorded_spec())
     assert verdict.problems == ()
     assert verdict.missing_gpus == ()
     assert verdict.not_in_spec == (f"{LIBRARIES}/libnvidia-api.so.1",)
     uuids = tuple(f"GPU-11111111-2222-3333-4444-55555555555{index}" for index in (0, 1))
     assert verdict.devices == ("0", "1", *uuids, "all")
+    # nvidia-ctk never mounts these libraries. They are named, but that they are missing is not a fault.
+    library = GrantedFile("usr/lib/i386-linux-gnu/libcuda.so.550.163.01")
+    verdict = verify(recorded_spec(), REQUEST._replace(files=(*REQUEST.files, library)), LIVE, PRESENT)
+    assert verdict.problems == ()
+    assert library.target in verdict.not_in_spec
+    # A failed GPU costs only that GPU: the others can be served.
+    spec = recorded_spec()
+    spec["devices"] = [each for each in spec["devices"] if each["name"] not in ("1", spec["devices"][3]["name"])]
+    spec["devices"][-1]["containerEdits"]["deviceNodes"].pop()
+    verdict = check(spec)
+    assert verdict.problems == ()
+    assert verdict.missing_gpus == (GPUS[1],)
 
 
 def place(spec: Spec, path: str) -> Any:  # noqa: ANN401
@@ -145,7 +156,6 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_is_refused(name: str) -> None:
-    """The problem says what is wrong."""
     mutate, expected = MUTATIONS[name]
     spec = recorded_spec()
     mutate(spec)
@@ -160,24 +170,11 @@ def test_a_container_may_request_no_gpu() -> None:
     assert verdict.devices[-1] == "none"
     spec["devices"][-1]["containerEdits"] = {"deviceNodes": [{"path": "/dev/nvidia0", "major": 195, "minor": 0}]}
     assert "device none is neither an index nor a UUID" in check(spec).problems
+    # If nvidia-ctk finds no GPU, the device `none` does not hide that.
+    assert "no device in it is a granted GPU" in check(with_no_gpu(recorded_spec() | {"devices": []})).problems
 
 
-def test_a_spec_with_only_the_device_none_is_refused() -> None:
-    """If nvidia-ctk finds no GPU, the device `none` does not hide that."""
-    spec: Any = with_no_gpu(recorded_spec() | {"devices": []})
-    assert "no device in it is a granted GPU" in check(spec).problems
-
-
-def test_numbers_left_to_the_runtime_are_read_from_the_nodes() -> None:
-    """nvidia-ctk before 1.19 writes neither major nor minor."""
-    spec = recorded_spec()
-    for node in edits(spec)["deviceNodes"]:
-        node.pop("major")
-        node.pop("minor", None)
-    assert check(spec).problems == ()
-
-
-def test_a_node_with_another_granted_gpus_number_is_refused() -> None:
+def test_what_the_machine_has_counts() -> None:
     """A pod that requests the first GPU would get the second, although the specification is true to the nodes."""
     live = LIVE | {"/dev/nvidia0": LIVE["/dev/nvidia1"]}
     spec = recorded_spec()
@@ -190,36 +187,30 @@ def test_a_node_with_another_granted_gpus_number_is_refused() -> None:
         f"device {name}: device node /dev/nvidia0 is 195:1 in this machine, but 195:0 was granted"
         for name in ("0", spec["devices"][2]["name"], "all")
     }
-
-
-def test_a_missing_node_is_refused() -> None:
-    """Containers would fail to start with a node that does not exist in the machine."""
-    live = {path: number for path, number in LIVE.items() if path != "/dev/nvidia-modeset"}
-    verdict = verify(recorded_spec(), REQUEST, live, PRESENT)
-    assert verdict.problems == ("containerEdits: device node /dev/nvidia-modeset is not in this machine",)
-
-
-def test_a_gpu_that_nvml_does_not_list_is_missing() -> None:
-    """A failed GPU costs only that GPU: the others can be served."""
+    # nvidia-ctk before 1.19 writes neither major nor minor.
     spec = recorded_spec()
-    spec["devices"] = [each for each in spec["devices"] if each["name"] not in ("1", spec["devices"][3]["name"])]
-    spec["devices"][-1]["containerEdits"]["deviceNodes"].pop()
-    verdict = check(spec)
-    assert verdict.problems == ()
-    assert verdict.missing_gpus == (GPUS[1],)
+    for node in edits(spec)["deviceNodes"]:
+        node.pop("major")
+        node.pop("minor", None)
+    assert check(spec).problems == ()
+    # Containers would fail to start with a node that does not exist in the machine.
+    live = {path: number for path, number in LIVE.items() if path != "/dev/nvidia-modeset"}
+    gone = "containerEdits: device node /dev/nvidia-modeset is not in this machine"
+    assert verify(recorded_spec(), REQUEST, live, PRESENT).problems == (gone,)
+    # If a granted file is missing, containers fail to start.
+    gone = f"{ROOT}/usr/bin/nvidia-smi"
+    found = verify(recorded_spec(), REQUEST, LIVE, PRESENT - {gone}).problems
+    assert found == (f"containerEdits: mount of {gone}, which does not exist",)
 
 
 def check_drm(spec: Spec, request: Request = WITH_DRM) -> str:
     return "; ".join(verify(spec, request, LIVE_DRM | {MIG.path: DeviceNumber(510, 1, 0o400)}, PRESENT).problems)
 
 
-def test_drm_nodes_with_groups_and_links_are_good() -> None:
+def test_drm_nodes_are_good() -> None:
     """nvidia-ctk writes them like this if udev has made links by PCI address."""
     assert check_drm(drm_spec()) == ""
-
-
-def test_a_real_spec_with_drm_nodes_is_good() -> None:
-    """nvidia-ctk 1.19.1 made it from all files of Debian's driver 550.163.01, for simulated nodes (all 1:3)."""
+    # nvidia-ctk 1.19.1 made it from all files of Debian's driver 550.163.01, for simulated nodes (all 1:3).
     recorded = json.loads((SPEC.parent / "nvidia-ctk-1.19.1-simulated-drm.json").read_text())
     files = tuple(GrantedFile(target, link) for target, link in recorded["files"])
     devices = tuple(each._replace(major=1, minor=3) for each in WITH_DRM.devices)
@@ -260,15 +251,7 @@ def test_a_granted_node_that_is_not_for_every_container(device: GrantedDevice) -
         assert bool(check_drm(spec, request)) == (device is MIG or name == 0)
 
 
-def test_a_missing_file_is_refused() -> None:
-    """If a granted file is missing, containers fail to start."""
-    gone = f"{ROOT}/usr/bin/nvidia-smi"
-    problems = verify(recorded_spec(), REQUEST, LIVE, PRESENT - {gone}).problems
-    assert problems == (f"containerEdits: mount of {gone}, which does not exist",)
-
-
 def test_drm_nodes_stay_with_their_gpu() -> None:
-    """A render node in another GPU's device is refused; one that is in no device is named."""
     render = GrantedDevice("/dev/dri/renderD128", "dri-render", 226, 128, GPUS[0])
     request = REQUEST._replace(devices=(*REQUEST.devices, render))
     live = LIVE | {render.path: DeviceNumber(226, 128)}
@@ -282,17 +265,8 @@ def test_drm_nodes_stay_with_their_gpu() -> None:
     assert "belongs to GPU 0000:01:00.0" in "; ".join(verify(spec, request, live, PRESENT).problems)
 
 
-def test_32_bit_libraries_are_not_missed() -> None:
-    """nvidia-ctk never mounts these libraries. They are named, but that they are missing is not a fault."""
-    library = GrantedFile("usr/lib/i386-linux-gnu/libcuda.so.550.163.01")
-    verdict = verify(recorded_spec(), REQUEST._replace(files=(*REQUEST.files, library)), LIVE, PRESENT)
-    assert verdict.problems == ()
-    assert library.target in verdict.not_in_spec
-
-
 @given(JSON, st.data())
 def test_no_json_breaks_verification(value: object, data: st.DataObject) -> None:
-    """Any value in any place leads to a result, never to an exception."""
     spec: Any = recorded_spec()
     place, key = {"": spec}, ""
     container: Any = place

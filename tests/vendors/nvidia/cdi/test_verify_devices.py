@@ -33,7 +33,6 @@ PRESENT = {f"{ROOT}/{file.target}" for file in REQUEST.files}
 
 
 def without(*minors: int) -> Any:  # noqa: ANN401
-    """Return the request without grants for these capabilities."""
     gone = {f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in minors}
     return MIG_REQUEST._replace(devices=tuple(each for each in DEVICES if each.path not in gone))
 
@@ -66,13 +65,21 @@ def drop_devices(spec: Spec, *names: str) -> None:
     spec["devices"] = [each for each in spec["devices"] if each["name"] not in names]
 
 
-def test_the_recorded_spec_is_good() -> None:
+def test_the_recorded_spec_is_good_for_its_instances() -> None:
     """There is no whole-GPU entry for the GPU in MIG mode, which is served nevertheless."""
     verdict = check(mig_spec())
     assert verdict.problems == ()
     assert verdict.missing == frozenset()
     assert verdict.devices == ALL_NAMES
     assert not [path for path in verdict.not_in_spec if "nvidia-cap" in path]
+    # The destroyed instance's capabilities are no longer granted.
+    problems = "; ".join(verify(mig_spec(), without(12, 13), LIVE, PRESENT).problems)
+    assert "device 0:0: device node '/dev/nvidia-caps/nvidia-cap12' is not granted to this machine" in problems
+    spec, _ = without_incomplete(mig_spec(), without(50))
+    verdict = check(spec)
+    assert verdict.problems == ()
+    assert verdict.missing_gpus == ()
+    assert verdict.missing_partitions == {f"gi5/ci1 of {GPUS[0]}": GPUS[0]}
 
 
 MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
@@ -125,26 +132,11 @@ def test_a_mutation_is_refused(name: str) -> None:
     assert said in "; ".join(check(spec).problems)
 
 
-def test_a_destroyed_instance_in_the_spec_is_a_problem() -> None:
-    """The destroyed instance's capabilities are no longer granted."""
-    problems = "; ".join(verify(mig_spec(), without(12, 13), LIVE, PRESENT).problems)
-    assert "device 0:0: device node '/dev/nvidia-caps/nvidia-cap12' is not granted to this machine" in problems
-
-
-def test_an_instance_that_is_not_in_the_spec_is_missing() -> None:
-    spec, _ = without_incomplete(mig_spec(), without(50))
-    verdict = check(spec)
-    assert verdict.problems == ()
-    assert verdict.missing_gpus == ()
-    assert verdict.missing_partitions == {f"gi5/ci1 of {GPUS[0]}": GPUS[0]}
-
-
 @pytest.mark.parametrize(
     ("gone", "left_out"),
     [((13,), {"0:0", UUIDS[0]}), ((12, 13), {"0:0", UUIDS[0]}), ((48,), {"0:1", "0:2", *UUIDS[1:]})],
 )
 def test_an_incomplete_mig_device_is_left_out(gone: tuple[int, ...], left_out: set[str]) -> None:
-    """`all` also has only the others; every other device stays the same."""
     request = without(*gone)
     spec, names = without_incomplete(mig_spec(), request)
     assert set(names) == left_out
@@ -197,7 +189,6 @@ def test_an_incomplete_mig_device_is_left_out_until_it_is_complete(machine: Mach
 
 
 def test_an_instance_that_the_generator_does_not_list(machine: Machine) -> None:
-    """The others are served. The instance is added as soon as it is listed, without another handoff."""
     spec, _ = without_incomplete(mig_spec(), without(13))
     write(machine, spec)
     assert machine.verdict("CDISpecCurrent") == ("False", "PartitionMissing")
@@ -231,7 +222,6 @@ def with_whole_gpu(spec: Spec) -> Spec:
 
 
 def test_a_gpu_in_mig_mode_without_instances_is_not_a_fault(machine: Machine) -> None:
-    """The message says that no pod can use it. A specification with an instance, or the whole GPU, is replaced."""
     run(machine)
     request, spec = no_instance()
     write(machine, spec)

@@ -227,15 +227,6 @@ def test_which_files_are_chosen(host: Host, name: str) -> None:
     assert links <= choice.chosen.keys()
 
 
-def test_libcuda_without_nvml_is_broken_and_the_reason_lists_what_exists(host: Host) -> None:
-    libraries(host, "/usr/local/cuda/compat", "575.57.08", "libcuda")
-    libraries(host, "/usr/lib64", "550.163.01", "libnvidia-ml")
-    host.loader_cache(cache_of("/usr/local/cuda/compat/libcuda.so.575.57.08", "/usr/lib64/libnvidia-ml.so.550.163.01"))
-    found = user_space(host, "550.163.01")
-    assert isinstance(found.files, Broken)
-    assert "libcuda 575.57.08 and libnvidia-ml 550.163.01" in found.files.why
-
-
 STUBS = "/usr/local/cuda/targets/x86_64-linux/lib/stubs"
 
 
@@ -257,16 +248,22 @@ def test_a_toolkits_stub_is_not_the_drivers(host: Host, name: str, way: str, fir
     assert {each.link for each in files.values() if each.link} <= {"libcuda.so.550.163.01"}
 
 
-def test_a_toolkit_without_a_driver_is_not_a_driver(host: Host) -> None:
+def test_what_is_not_a_driver(host: Host) -> None:
+    host.loader_cache(cache_of("/lib/x86_64-linux-gnu/libc.so.6", "/lib/x86_64-linux-gnu/libicudata.so.74"))
+    assert isinstance(user_space(host).files, Absent)
     for name in ("libcuda.so", "libnvidia-ml.so"):
         host.file(f"{STUBS}/{name}", size=100)
     host.loader_cache(cache_of(f"{STUBS}/libcuda.so", f"{STUBS}/libnvidia-ml.so"))
     assert isinstance(user_space(host).files, Absent)
-
-
-def test_without_a_library_the_driver_is_absent(host: Host) -> None:
-    host.loader_cache(cache_of("/lib/x86_64-linux-gnu/libc.so.6", "/lib/x86_64-linux-gnu/libicudata.so.74"))
-    assert isinstance(user_space(host).files, Absent)
+    libraries(host, "/usr/lib64", "550.163.01", "libnvidia-glcore")
+    host.loader_cache(cache_of("/usr/lib64/libnvidia-glcore.so.550.163.01"))
+    assert isinstance(user_space(host).files, Broken)
+    libraries(host, "/usr/local/cuda/compat", "575.57.08", "libcuda")
+    libraries(host, "/usr/lib64", "550.163.01", "libnvidia-ml")
+    host.loader_cache(cache_of("/usr/local/cuda/compat/libcuda.so.575.57.08", "/usr/lib64/libnvidia-ml.so.550.163.01"))
+    found = user_space(host, "550.163.01")
+    assert isinstance(found.files, Broken)
+    assert "libcuda 575.57.08 and libnvidia-ml 550.163.01" in found.files.why
 
 
 def test_dangling_links_are_named(host: Host) -> None:
@@ -292,14 +289,6 @@ def test_an_architecture_without_a_driver(tmp_path_factory: pytest.TempPathFacto
     host = Host(tmp_path_factory.mktemp("host"), "riscv64")
     host.loader_cache(cache_of("/lib/libc.so.6", tags="libc6,double-float"))
     assert isinstance(user_space(host).files, Absent)
-
-
-def test_libraries_without_libcuda_and_nvml_are_broken(host: Host) -> None:
-    libraries(host, "/usr/lib64", "550.163.01", "libnvidia-glcore")
-    host.loader_cache(cache_of("/usr/lib64/libnvidia-glcore.so.550.163.01"))
-    found = user_space(host)
-    assert isinstance(found.version, Broken)
-    assert isinstance(found.files, Broken)
 
 
 def test_names_with_control_characters_are_refused_by_name(host: Host) -> None:

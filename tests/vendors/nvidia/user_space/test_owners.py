@@ -182,7 +182,6 @@ def test_a_driver_containers_files_must_be_roots(host: Host) -> None:
 
 
 def test_an_entry_of_a_driver_containers_loader_cache(host: Host) -> None:
-    """An entry that leads to where others may write is left out alone."""
     other_root(bare(host))
     put(host, f"{DRIVER_CONTAINER}/usr/local/lib", OLDER, "libnvidia-glcore")
     listing = cache_of(

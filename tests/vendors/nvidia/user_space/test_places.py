@@ -246,7 +246,6 @@ def test_no_driver_anywhere(host: Host) -> None:
 
 @pytest.mark.scenario("001")
 def test_configured_directories(host: Host) -> None:
-    """Configured directories are used in order, with programs and data next to them, instead of the loader cache."""
     put(host, "/srv/driver/libs")
     listed(host, OLDER)
     host.file("/srv/driver/tools/nvidia-smi", executable=True)
@@ -262,9 +261,6 @@ def test_configured_directories(host: Host) -> None:
     assert files["usr/bin/nvidia-smi"].source == "/srv/driver/tools/nvidia-smi"
     assert files["usr/share/vulkan/icd.d/nvidia_icd.json"].source == "/srv/driver/data/vulkan/icd.d/nvidia_icd.json"
     assert condition(host, **settings).status is Status.TRUE
-
-
-def test_a_configured_root_with_directories_in_it(host: Host) -> None:
     put(host, "/srv/image/usr/lib64")
     host.symlink("/srv/current", "image")
     found = user_space(host, VERSION, root="/srv/current", library_directories=["/usr/lib64"])
