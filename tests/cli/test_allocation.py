@@ -241,9 +241,6 @@ def test_the_machine_and_its_node_must_be_known(cluster: Cluster) -> None:
         cluster.run("dra", "other")
     with pytest.raises(ConfigError, match="--node NODE"):
         cluster.run("dra", node="")
-
-
-def test_an_unexpected_answer_is_an_error(cluster: Cluster) -> None:
     cluster.pods = [{"metadata": {}, "spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "1"}}}]}}]
     with pytest.raises(DocumentError, match="kubectl printed an object of an unexpected form"):
         cluster.run("dra")

@@ -12,18 +12,6 @@ from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 
 
-def test_a_masked_machine_is_not_waited_for(gpu_host: Host, clock: Clock, capsys: Capture) -> None:
-    """Neither the agent nor systemd would start it."""
-
-    def sleep() -> None:
-        raise AssertionError("waited for a machine that cannot start")
-
-    clock.meanwhile = sleep
-    gpu_host.bus.unit(UNITS[0], "inactive", "masked")
-    assert command(reconciler(gpu_host), "apply") == 1
-    assert f"`systemctl unmask {UNITS[0]}`" in " ".join(capsys.readouterr().out.split())
-
-
 def test_a_machine_that_has_ended_is_not_waited_for(gpu_host: Host, clock: Clock, capsys: Capture) -> None:
     """It cannot report. `apply` waited for five minutes."""
     clock.least = 100.0
@@ -55,10 +43,17 @@ def test_a_command_that_works_on_all_machines_delays_apply_only_once(gpu_host: H
     assert clock.passed < 10
 
 
-def test_other_commands_may_work_on_a_machine_that_apply_waits_for(gpu_host: Host, clock: Clock) -> None:
-    def sleep() -> None:
+def test_a_masked_machine_is_not_waited_for(gpu_host: Host, clock: Clock, capsys: Capture) -> None:
+    """Neither the agent nor systemd would start it. Other commands may work on a machine that `apply` waits for."""
+
+    def stop() -> None:
         with machine_locks(gpu_host, (MACHINE,), "stop"):
             units(gpu_host, "inactive", stopped_at=4711)
 
-    clock.meanwhile = sleep
+    clock.meanwhile = stop
     assert command(reconciler(gpu_host), "apply") == 1
+    waited = len(clock.slept)
+    gpu_host.bus.unit(UNITS[0], "inactive", "masked")
+    assert command(reconciler(gpu_host), "apply") == 1
+    assert f"`systemctl unmask {UNITS[0]}`" in " ".join(capsys.readouterr().out.split())
+    assert len(clock.slept) == waited, "waited for a machine that cannot start"

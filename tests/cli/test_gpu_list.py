@@ -67,15 +67,24 @@ def test_processes_that_may_not_be_searched_are_unknown(gpu_host: Host, held: li
 
 @pytest.mark.usefixtures("held")
 def test_states_of_gpus_that_no_machine_gets(gpu_host: Host, capsys: Capture) -> None:
+    """Some attributes only amdgpu has (Documentation/gpu/amdgpu/driver-misc.rst)."""
     assert isinstance(gpu_host.pci, tuple)
     gpu_host.pci = (
         *gpu_host.pci,
         PciDevice("0000:03:00.0", 0x10DE, 0x030200, "vfio-pci"),
         PciDevice("0000:04:00.0", 0x10DE, 0x030200),
+        PciDevice("0000:05:00.0", 0x1002, 0x038000, "amdgpu"),
     )
-    for name, number in (("vendor", "0x10de\n"), ("device", "0x2330\n")):
-        gpu_host.file(f"/sys/bus/pci/devices/0000:03:00.0/{name}", number)
+    for path, text in (
+        ("0000:03:00.0/vendor", "0x10de\n"),
+        ("0000:03:00.0/device", "0x2330\n"),
+        ("0000:05:00.0/unique_id", "a1b2c3d4e5f60718\n"),
+        ("0000:05:00.0/product_name", "Instinct MI210\n"),
+    ):
+        gpu_host.file(f"/sys/bus/pci/devices/{path}", text)
     found = document(reconciler(gpu_host, gpus=[FIRST]), capsys)
+    amd = found.pop("0000:05:00.0")
+    assert (amd["vendor"], amd["model"], amd["uuid"]) == ("amd", "Instinct MI210", "a1b2c3d4e5f60718")
     assert [each["state"] for each in found.values()] == ["granted", "free", "other-driver", "no-driver"]
     assert found["0000:03:00.0"]["driver"] == "vfio-pci"
     assert found["0000:03:00.0"]["model"] == "PCI ID 10de:2330"
@@ -92,18 +101,6 @@ def test_a_gpu_that_the_driver_excludes_is_not_free(gpu_host: Host, capsys: Capt
     assert (
         f"GPU {FIRST} is excluded by a parameter of the kernel module nvidia" in agent.preview()[0].vendors[0].problems
     )
-
-
-@pytest.mark.usefixtures("held")
-def test_attributes_that_only_some_drivers_have(gpu_host: Host, capsys: Capture) -> None:
-    """amdgpu's (Documentation/gpu/amdgpu/driver-misc.rst)."""
-    address = "0000:05:00.0"
-    assert isinstance(gpu_host.pci, tuple)
-    gpu_host.pci = (*gpu_host.pci, PciDevice(address, 0x1002, 0x038000, "amdgpu"))
-    gpu_host.file(f"/sys/bus/pci/devices/{address}/unique_id", "a1b2c3d4e5f60718\n")
-    gpu_host.file(f"/sys/bus/pci/devices/{address}/product_name", "Instinct MI210\n")
-    found = document(reconciler(gpu_host, gpus=[FIRST]), capsys)[address]
-    assert (found["vendor"], found["model"], found["uuid"]) == ("amd", "Instinct MI210", "a1b2c3d4e5f60718")
 
 
 @pytest.mark.usefixtures("held")

@@ -16,14 +16,12 @@ NAMES = ["device-plugin", "runtime-class"]
 
 
 def test_without_a_name_it_lists_each_manifest_with_its_purpose(capsys: Capture) -> None:
+    """Named manifests are one stream for kubectl."""
     assert main(["kube", "manifests"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert {"runtime-class", "device-plugin-values", "gpu-operator-values", "cuda-test", "intel-test"} <= lines.keys()
     assert lines["device-plugin"] == "NVIDIA's device plugin, without Helm."
     assert all(line.endswith(".") and "#" not in line for line in lines.values())
-
-
-def test_named_manifests_are_one_stream_for_kubectl(capsys: Capture) -> None:
     assert main(["kube", "manifests", *NAMES]) == 0
     kinds = [each["kind"] for each in yaml.safe_load_all(capsys.readouterr().out)]
     assert kinds == ["DaemonSet", "RuntimeClass"]

@@ -211,10 +211,17 @@ def test_waiting_ends_before_the_units_time_limit(tmp_path: Path, monkeypatch: p
 
 
 def test_a_full_disk_costs_no_settings(gpu_host: Host) -> None:
-    """/etc may be on another disk. Driver roots of the machine's last start are kept."""
+    """/etc may be on another disk. Driver roots of the last start are kept, and no note of it without a lock."""
     gpu_host.full.append(f"{MACHINES_STATE}/")
     prepare(MACHINE, reconciler(gpu_host))
     assert b"BindReadOnly=/dev/nvidia1\n" in gpu_host.read(nspawn_file(MACHINE))
+    gpu_host.full.clear()
+    gpu_host.write(live_file(MACHINE), b"0123")
+    gpu_host.remove(PASS_LOCK)
+    gpu_host.make_directory(PASS_LOCK)
+    with pytest.raises(IsADirectoryError):
+        prepare(MACHINE, reconciler(gpu_host))
+    assert not gpu_host.exists(live_file(MACHINE))
 
 
 class DuringAnotherPass(Host):
@@ -240,14 +247,6 @@ def test_the_note_of_the_last_start_is_removed_whoever_has_the_lock(tmp_path: Pa
     prepare(MACHINE, reconciler(host))
     assert len(host.noted) > 2
     assert not any(host.noted)
-
-
-def test_a_start_without_the_lock_has_no_note_of_the_last_one(gpu_host: Host) -> None:
-    gpu_host.write(live_file(MACHINE), b"0123")
-    gpu_host.make_directory(PASS_LOCK)
-    with pytest.raises(IsADirectoryError):
-        prepare(MACHINE, reconciler(gpu_host))
-    assert not gpu_host.exists(live_file(MACHINE))
 
 
 def test_a_missed_gpu_that_left_while_the_machine_started_is_permitted(gpu_host: Host) -> None:

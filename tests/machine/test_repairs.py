@@ -47,6 +47,7 @@ def replace_main(machine: Machine) -> None:
     [
         (lambda machine: machine.drop(LINK), "links", f"somebody changed {LINK}"),
         (edit(SPEC, "/dev/nvidia1", "/dev/nvidia0"), "spec", f"somebody changed {SPEC}"),
+        (lambda machine: machine.put(SPEC, machine.read(SPEC) + b" "), "spec", f"somebody changed {SPEC}"),
         (lambda machine: machine.drop(SPEC), "spec", f"somebody changed {SPEC}"),
         (edit(DROP_IN, "enable_cdi = true", "enable_cdi = false"), "containerd", f"somebody changed {DROP_IN}"),
         (lambda machine: machine.put(DROP_IN, "not toml ="), "containerd", f"somebody changed {DROP_IN}"),

@@ -69,7 +69,7 @@ def test_an_unhealthy_gpu_needs_no_restart(serving: Kubelet) -> None:
     assert serving.condition() == ("False", "GPUsMissing")
 
 
-def test_time_slicing_is_compared_by_gpu(serving: Kubelet) -> None:
+def test_replicas_are_compared_by_gpu(serving: Kubelet) -> None:
     replicas = [f"{gpu}::{index}" for gpu in UUIDS for index in range(4)]
     serving.advertise(gpu_shared=replicas)
     assert serving.condition() == ("True", "Advertised")
@@ -77,10 +77,7 @@ def test_time_slicing_is_compared_by_gpu(serving: Kubelet) -> None:
     assert serving.machine.report()["advertised_gpus"] == 2
     serving.advertise(gpu_shared=[f"{UUIDS[0]}::{index}" for index in range(8)])
     assert serving.condition() == ("False", "GPUsMissing")
-
-
-def test_ids_with_a_number_after_the_uuid(serving: Kubelet) -> None:
-    """HAMi's plugin offers each GPU ten times. A new specification does not make it restart."""
+    # HAMi's plugin offers each GPU ten times. A new specification does not make it restart.
     devices = [f"{gpu}-{index}" for gpu in UUIDS for index in range(10)]
     serving.advertise(gpu=devices)
     assert serving.condition() == ("True", "Advertised")

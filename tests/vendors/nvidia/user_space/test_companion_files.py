@@ -142,13 +142,11 @@ def test_an_untrusted_file_of_the_right_version_is_not_called_another_version(dr
     found = user_space(driver)
     assert found.other_version == ()
     assert found.problems == (f"{path}: left out, because users other than root can write to it (mode 0664)",)
-
-
-def test_a_failed_observation_is_unseen(driver: Host) -> None:
+    # A failed observation is unseen.
     driver.failing["/usr/share/vulkan/icd.d"] = PermissionError(13, "Permission denied", "/usr/share/vulkan/icd.d")
-    found = user_space(driver)
-    assert isinstance(found.files, Unseen)
-    assert "/usr/share/vulkan/icd.d" in found.files.why
+    unseen = user_space(driver).files
+    assert isinstance(unseen, Unseen)
+    assert "/usr/share/vulkan/icd.d" in unseen.why
 
 
 def test_the_backend_of_gbm_is_a_link_to_the_allocator(driver: Host) -> None:

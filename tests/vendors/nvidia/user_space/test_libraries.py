@@ -301,15 +301,12 @@ def test_names_with_control_characters_are_refused_by_name(host: Host) -> None:
 
 @pytest.mark.parametrize("where", ["/usr/lib/x86_64-linux-gnu/nvidia/current", "/lib/x86_64-linux-gnu/libcuda.so.1"])
 def test_a_failed_observation_is_unseen(host: Host, where: str) -> None:
+    """An unseen loader cache is not an absent driver."""
     host.load("debian-13-driver-550")
     host.failing[where] = PermissionError(13, "Permission denied", where)
     found = user_space(host, "550.163.01")
     assert isinstance(found.files, Unseen)
     assert where in found.files.why
-
-
-def test_an_unseen_loader_cache_is_not_an_absent_driver(host: Host) -> None:
-    host.load("debian-13-driver-550")
     host.command("/sbin/ldconfig", "-p", status=-9)
     assert isinstance(user_space(host).files, Unseen)
     host.remove_file(LOADER_CACHE)
