@@ -257,9 +257,12 @@ def with_import(text: bytes, pattern: str) -> bytes:
     whole = text.decode()
     begin = found.end() if (found := IMPORTS.search(whole)) else len(whole)
     for end in islice((each.start() for each in re.finditer("]", whole[begin:])), ENDS):
+        line = whole.rfind("\n", 0, begin + end) + 1
+        # A bracket with a line of its own keeps it.
+        alone = not whole[line : begin + end].strip()
         for separator in ("", ", "):
-            place = begin + end
-            edited = f'{whole[:place]}{separator}"{pattern}"{whole[place:]}'.encode()
+            place, after = (line, "\n") if alone else (begin + end, "")
+            edited = f'{whole[:place]}{separator}"{pattern}"{after}{whole[place:]}'.encode()
             with contextlib.suppress(DocumentError):
                 if parse(MAIN, edited) == document:
                     return edited
