@@ -401,8 +401,10 @@ class Canary:
         except OutOfTimeError:
             return row._replace(message=f"stopped after {left:.0f} s")
         except BedError as error:
-            verdict, message = Verdict.COULD_NOT_TRY, str(error).strip().splitlines()[-1]
-        if verdict is Verdict.WORKS:
+            # The first line has the command, the last one what it said.
+            lines = str(error).strip().splitlines()
+            verdict, message = Verdict.COULD_NOT_TRY, "; ".join([lines[-1], *(each[:100] for each in lines[:-1][:1])])
+        if verdict is Verdict.WORKS and ElementTree.parse(xml).find(".//skipped") is None:
             # docs/compatibility.md is made from it.
             xml.replace(stem.with_suffix(".xml"))
         seconds = round(time.monotonic() - started)

@@ -177,7 +177,7 @@ def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench) -> N
     assert found["new"].message.startswith("test_it: AssertionError: it is gone; ")
     assert "it is gone" in Path(found["new"].message.rpartition("; ")[2]).read_text()
     assert found["unlooked"].message == "http://registry.invalid: refused"
-    assert found["unbuilt"].message == "undefined: x"
+    assert found["unbuilt"].message == "undefined: x; go build"
     assert {each.name for each in (bench.directory / "canary").glob("*.xml")} == {"old.xml", "unasked.xml"}
 
     bench.add("old", "pass", "2026-01-01", version="1.1")

@@ -55,6 +55,6 @@ def runc(version: str) -> Path:
     module = module_with([f"{RUNC}@v{version}"])
 
     def build(target: Path) -> None:
-        compile_go(module, RUNC, target / "runc", f"-s -w -X main.version={version}", cgo=True)
+        compile_go(module, RUNC, target / "runc", "-s -w", cgo=True)
 
     return cached("runc", [module, Path(__file__)], build) / "runc"
