@@ -138,7 +138,6 @@ def with_machine(seen: Facts, **fields: object) -> Facts:
         (lambda seen, _: with_machine(seen, unit_needs_reload=True), ["ReloadUnits"], True, False),
         (lambda seen, _: with_file(seen, handoff_file(MACHINE), NOT_THERE), ["WriteFile"], False, True),
         (lambda seen, goal: with_machine(seen, live=replace(goal.live, nodes={})), ["ChangeDevices"], False, True),
-        (lambda seen, _: replace(seen, time_records={"/var/lib/unbounded-agent/t": b""}), ["WriteFile"], False, False),
     ],
 )
 def test_what_is_left_to_do_or_pending_for_a_start(
