@@ -292,6 +292,8 @@ BACKLOG = 128
 """How many connections may wait to be accepted. Further clients wait or, if non-blocking, get EAGAIN (connect(2))."""
 READ = 1 << 16
 """Bytes that are read from a connection at a time."""
+LINGER = 0.5
+"""Seconds that clients have to hang up after the server has announced that it stops."""
 ACCEPT_PAUSE = 0.1
 """Seconds to the next try after a connection could not be accepted, for example for lack of file descriptors."""
 REPEAT = 10.0
@@ -499,6 +501,8 @@ class Server:
         self._end = math.inf
         """The time.monotonic() at which a stopping server closes its connections, even if calls still run."""
         self._refusal_logged = -math.inf
+        self._announced_stop = False
+        """Whether the server has announced that it stops. From then on, what clients send is ignored."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener.socket, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(READ))
@@ -576,11 +580,21 @@ class Server:
             each.close()
 
     def _say_goodbye(self) -> None:
+        """Announce to the clients that the server stops, and give them time to read that and to hang up."""
+        self._announced_stop = True
         for peer in tuple(self.peers):
             peer.refuse(Code.UNAVAILABLE, "the server is stopping")
             self._run_guarded(peer, partial(self._write, peer))
-            if peer in self.peers:
-                self._hang_up(peer)
+            with contextlib.suppress(OSError):
+                # Do not close the socket yet, only end writing: a client that writes into a closed socket loses what it
+                # has not read yet.
+                peer.stream.shutdown(socket.SHUT_WR)
+        end = time.monotonic() + LINGER
+        while self.peers and time.monotonic() < end:
+            for key, _ in self._selector.select(max(0.0, end - time.monotonic())):
+                key.data()
+        for peer in tuple(self.peers):
+            self._hang_up(peer)
 
     def _pause(self) -> float | None:
         """Return the seconds until something is due; None if nothing is."""
@@ -671,7 +685,8 @@ class Server:
         if not data:
             raise ConnectionLostError("the client has hung up")
         peer.active = time.monotonic()
-        peer.receive(data)
+        if not self._announced_stop:
+            peer.receive(data)
 
     def _check_and_send(self, peer: _Peer, push: bool) -> None:
         """Send what is ready, and close the connection if the client is too slow."""
