@@ -86,7 +86,7 @@ IN_THE_MACHINE: Mapping[ConditionType, str] = {
     KIND.CDI_SPEC_CURRENT: "test_run.py::test_a_wrong_number_is_named_with_the_expected_one",
     KIND.RUNTIME_CONFIGURED: "containerd/test_configure.py::test_lost_and_changed_settings_are_found",
     KIND.RUNTIME_ACTIVE: "containerd/test_active.py::test_a_plugin_that_failed_is_reported_in_containerds_words",
-    KIND.VALIDATION_MARKERS_SET: "kubelet/test_validation_markers.py::test_a_failure_removes_what_it_refutes",
+    KIND.VALIDATION_MARKERS_SET: "kubelet/test_validation_markers.py::test_markers_follow_what_is_proven",
     KIND.GPUS_ADVERTISED: "kubelet/test_device_plugin.py::test_a_plugin_that_exited_or_was_killed",
     KIND.NODE_CONDITION_SET: "kubelet/test_node_condition.py::test_refusals_are_quoted_and_retried",
 }
