@@ -43,12 +43,13 @@ MASKED_UNITS = (
 KEPT_GENERATOR = "systemd-fstab-generator"
 
 
-def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: str = debian.SUITE) -> Path:
+def host_image(wheels: Path | None = None, *, layout: Layout | None = None, suite: str = debian.SUITE) -> Path:
     """Return a raw ext4 image, to be used only as the backing file of an overlay.
 
     `vmlinuz` and `initrd` are next to it. `wheels` is a directory with the agent's locked dependencies for the suite's
-    Python; they are installed into the environment AGENT_ENVIRONMENT.
+    Python; they are installed into the environment AGENT_ENVIRONMENT. `layout` is by default the distribution's own.
     """
+    layout = layout or ("flat" if suite == ubuntu.UBUNTU else "split")
 
     def build(target: Path) -> None:
         root = target / "root"

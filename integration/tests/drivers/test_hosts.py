@@ -16,6 +16,8 @@ from integration.bed import debian, ubuntu, wheels
 from integration.bed.drivers.host_roots import Layout, host_root
 from integration.bed.machine.machine_image import machines_disk
 from integration.bed.machine.node import MACHINE
+from integration.bed.measure.journal import messages
+from integration.bed.measure.restarts import AGENT
 from integration.bed.measure.versions import host_versions
 from integration.bed.tools import chosen
 from integration.bed.vm.host_image import host_image
@@ -24,8 +26,11 @@ from integration.bed.vm.installation import install
 from integration.bed.vm.simulated_host import SimulatedHost
 from integration.conftest import Bed
 from integration.tests.kubernetes.test_pods import CONTROL, probe, uuids
+from integration.tests.node.test_boots_whatever_is_wrong import wait_for_machine
 from integration.tests.node.test_hotplug import comes_and_goes, wait_for_gpus
+from integration.tests.node.test_package import PACKAGE, expect_upgrade, install_package, replace_by_package
 from integration.tests.node.test_published_roots import driver_root, expect_unchangeable
+from integration.tests.node.test_survives import expect_by_cdi
 
 pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
 
@@ -140,10 +145,33 @@ def test_a_gpu_comes_and_goes(other: Bed, measured: Callable[[str, object], None
 
 
 @RELEASED
+def test_the_package_replaces_the_checkout_and_is_upgraded(other: Bed) -> None:
+    """Only the service restarts, with the distribution's own Python."""
+    before = other.starts()
+    replace_by_package(other)
+    assert other.restarted(before) == AGENT
+    for version in ("1.1", "1.0"):
+        expect_upgrade(other, version)
+    assert other.restarted(before) == AGENT
+
+
+@RELEASED
+def test_the_machine_starts_with_its_host(other: Bed) -> None:
+    """The unit that prepares a machine knows the GPUs before the machine starts."""
+    other.run("machinectl", "enable", MACHINE)
+    other.run("sync")
+    other.host.reboot(timeout=600)
+    wait_for_machine(other)
+    other.wait_served()
+    assert "warning" not in messages(other.run, f"unbounded-agent-prepare@{MACHINE}").lower()
+    expect_by_cdi(other)
+
+
+@RELEASED
 def test_a_running_machine_gets_a_driver_root_that_it_cannot_change(other: Bed) -> None:
     """systemd 252 starts a unit that it has never read without a daemon-reload.
 
-    The last test on this host: one of the attacks leaves the machine without its driver root.
+    One of the attacks leaves the machine without its driver root.
     """
     started = other.starts()
     other.run("rm", "-r", f"{TREES}/0")
@@ -162,3 +190,19 @@ def test_apparmor_is_on_and_denies_nothing(other: Bed) -> None:
     assert other.run("sh", "-c", "wc -l < /sys/kernel/security/apparmor/profiles").stdout.strip() != "0"
     denied = other.run("sh", "-c", "journalctl -k --no-pager | grep 'apparmor=.DENIED' || true").stdout
     assert denied == ""
+
+
+@RELEASED
+def test_purge_leaves_a_stopped_host_as_it_was(other: Bed) -> None:
+    """The last test on this host. While the machine runs, the purge takes nothing that it needs."""
+    refused = other.run("dpkg", "--purge", PACKAGE, timeout=300)
+    assert f"the machine {MACHINE} is running" in refused.stdout + refused.stderr
+    other.node.run("true")
+    install_package(other, "1.0")
+    other.run("machinectl", "terminate", MACHINE)
+    other.run("sh", "-c", f"while systemctl is-active --quiet {UNIT}; do sleep 1; done", timeout=180)
+    other.run("dpkg", "--purge", PACKAGE, timeout=300)
+    left = other.run("sh", "-c", "ls -d /etc/systemd/nspawn/*.nspawn /etc/systemd/system/systemd-nspawn@*.d "
+                     "/var/lib/unbounded-agent /run/unbounded-agent 2>/dev/null || true").stdout  # fmt: skip
+    assert left == ""
+    assert "unbounded-agent" not in other.run("findmnt", "--noheadings", "--output", "TARGET").stdout

@@ -9,6 +9,7 @@ from agent.model.paths import machine_unit
 from integration.bed.cluster.empty_host import NODE, TOKEN, EmptyHost, pod_network
 from integration.bed.debian import SUITE
 from integration.bed.machine.node import MACHINE, Node
+from integration.bed.ubuntu import UBUNTU
 from integration.conftest import INSTALLED
 
 pytestmark = pytest.mark.scenario("003")
@@ -35,9 +36,12 @@ sysctl vm.overcommit_memory vm.panic_on_oom kernel.panic kernel.panic_on_oops ke
 """Prints what `up` and the node's pods change on a host, without systemd-nspawn's own lock and mount, which stay."""
 
 
-@pytest.fixture(scope="module", params=[SUITE, pytest.param("bookworm", marks=pytest.mark.exhaustive)])
+OTHERS = [pytest.param(suite, marks=pytest.mark.exhaustive) for suite in ("bookworm", UBUNTU)]
+
+
+@pytest.fixture(scope="module", params=[SUITE, *OTHERS])
 def empty_host(request: pytest.FixtureRequest) -> Iterator[EmptyHost]:
-    """A new host of Debian 12; with Debian 13, the one that other tests have booted, without its machine."""
+    """A new host of Debian 12 or Ubuntu; with Debian 13, the one that other tests have booted, without its machine."""
     running = None
     if request.param == SUITE:
         running = request.getfixturevalue("simulated_host")

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
 PACKAGE = "unbounded-agent"
 
 
-def install(bed: Bed, version: str) -> str:
+def install_package(bed: Bed, version: str) -> str:
     """Install a release's package as dpkg(1) does, also an older one, and return what it prints."""
     place = f"/root/{version}.deb"
     bed.guest.write(place, packages(version)[PACKAGE].read_bytes())
@@ -21,19 +21,29 @@ def install(bed: Bed, version: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_upgrade_and_downgrade_restart_only_the_service(ready: Bed) -> None:
-    before = ready.starts()
-    advice = install(ready, "1.0")
+def replace_by_package(bed: Bed) -> None:
+    """Install the package beside an installation from a checkout, and do what the package then advises."""
+    advice = install_package(bed, "1.0")
     commands = re.findall(r"^  (rm .*)$", advice, re.MULTILINE)
     assert commands, advice
     for command in commands:
-        ready.run("sh", "-ec", command)
-    ready.run("systemctl", "restart", AGENT, timeout=120)
+        bed.run("sh", "-ec", command)
+    bed.run("systemctl", "restart", AGENT, timeout=120)
+
+
+def expect_upgrade(bed: Bed, version: str) -> None:
+    """Install that version, and assert that the service runs it."""
+    started = bed.starts()[AGENT]
+    install_package(bed, version)
+    assert bed.starts()[AGENT] != started, "the service runs the new code"
+    bed.wait_served()
+    shown = bed.run("dpkg-query", "--show", "--showformat=${Version} ${db:Status-Status}", PACKAGE).stdout
+    assert shown == f"{version} installed"
+
+
+def test_upgrade_and_downgrade_restart_only_the_service(ready: Bed) -> None:
+    before = ready.starts()
+    replace_by_package(ready)
     for version in ("1.1", "1.0"):
-        started = ready.starts()[AGENT]
-        install(ready, version)
-        assert ready.starts()[AGENT] != started, "the service runs the new code"
-        ready.wait_served()
-        shown = ready.run("dpkg-query", "--show", "--showformat=${Version} ${db:Status-Status}", PACKAGE).stdout
-        assert shown == f"{version} installed"
+        expect_upgrade(ready, version)
     assert restarted(before, ready.starts()) == {AGENT}
