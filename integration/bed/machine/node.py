@@ -14,6 +14,9 @@ KIND = "nvidia.com/gpu"
 NAME = "test-"
 """How the names of pods begin."""
 
+FOREIGN_USERS = 1 << 20
+"""The node's user whose number root has in a pod with a user namespace of its own."""
+
 # A whole pod takes one call into the machine, and few crictl calls: under emulation, each call takes seconds.
 START = "container=$(crictl run --no-pull {handler} {directory}/container.json {directory}/pod.json)\n"
 FOLLOW = """
@@ -38,6 +41,8 @@ class Pod:
     image: str = CUDA_TEST
     apparmor: bool = False
     """Whether it asks for the runtime's default profile of AppArmor."""
+    host_users: bool = True
+    """Whether its users are those of the node: `hostUsers` of Kubernetes' PodSpec. Otherwise they are FOREIGN_USERS."""
     mounts: dict[str, str] = field(default_factory=dict)
     """Directories of the node, by their paths in the container, which may only read them."""
 
@@ -88,7 +93,7 @@ def _start_script(pod: Pod) -> str:
     """Return shell lines that start a pod and set $container."""
     name = f"{NAME}{secrets.token_hex(4)}"
     directory = f"/tmp/{name}"
-    files = {"pod": _pod_config(name), "container": _container_config(pod)}
+    files = {"pod": _pod_config(name, pod.host_users), "container": _container_config(pod)}
     write = "\n".join(
         f"printf %s {shlex.quote(json.dumps(content))} > {directory}/{file}.json" for file, content in files.items()
     )
@@ -96,13 +101,18 @@ def _start_script(pod: Pod) -> str:
     return f"set -eu\nmkdir -p {directory}\n{write}\n" + START.format(directory=directory, handler=handler)
 
 
-def _pod_config(name: str) -> dict[str, Any]:
+def _pod_config(name: str, host_users: bool) -> dict[str, Any]:
+    # The bed has no pod network, so pods use the node's: 2 is NODE in CRI's NamespaceMode.
+    options: dict[str, Any] = {"network": 2}
+    if not host_users:
+        # 0 is POD. A user namespace of its own may not have the node's network.
+        mapping = [{"host_id": FOREIGN_USERS, "container_id": 0, "length": 1 << 16}]
+        options = {"userns_options": {"mode": 0, "uids": mapping, "gids": mapping}}
     return {
         "metadata": {"name": name, "uid": name, "namespace": "default", "attempt": 0},
         "log_directory": f"/tmp/{name}",
-        # The bed has no pod network, so pods use the node's: 2 is NODE in CRI's NamespaceMode. runc's systemd cgroup
-        # driver needs a slice.
-        "linux": {"cgroup_parent": "test.slice", "security_context": {"namespace_options": {"network": 2}}},
+        # runc's systemd cgroup driver needs a slice.
+        "linux": {"cgroup_parent": "test.slice", "security_context": {"namespace_options": options}},
     }
 
 

@@ -6,6 +6,7 @@ Debian testing changes from day to day: what fails there is reported, and fails 
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ import pytest
 
 from agent.model.paths import TREES, handoff_file
 from integration.bed import debian, ubuntu, wheels
+from integration.bed.cache import REPOSITORY
 from integration.bed.drivers.host_roots import Layout, host_root
 from integration.bed.machine.machine_image import machines_disk
-from integration.bed.machine.node import MACHINE
+from integration.bed.machine.node import FOREIGN_USERS, MACHINE, Pod
 from integration.bed.measure.journal import messages
 from integration.bed.measure.restarts import AGENT
 from integration.bed.measure.versions import host_versions
@@ -56,6 +58,7 @@ TESTING = pytest.param(
     marks=pytest.mark.xfail(reason="Debian testing changes", strict=False),
 )
 RELEASED = pytest.mark.parametrize("other", [DEBIAN_12, UBUNTU], ids=["debian-12", "ubuntu"], indirect=True)
+ON_UBUNTU = pytest.mark.parametrize("other", [UBUNTU], ids=["ubuntu"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=[DEBIAN_12, UBUNTU, TESTING], ids=["debian-12", "ubuntu", "debian-testing"])
@@ -167,6 +170,46 @@ def test_the_machine_starts_with_its_host(other: Bed) -> None:
     expect_by_cdi(other)
 
 
+@ON_UBUNTU
+def test_pods_under_apparmor(other: Bed) -> None:
+    """What docs/security.md says of pods with and without a profile, of other users, and of user namespaces."""
+    gpu = f"/dev/nvidia{GRANTED[1]}"
+    node = other.node
+    plain = node.pod(Pod(("cat", "/proc/self/attr/current"), cdi=("1",)))
+    assert plain.stdout.strip() == "unconfined"
+    refused = node.pod(Pod(("true",), apparmor=True), check=False)
+    assert refused.status != 0
+    assert "apparmor is not supported" in refused.stderr
+    assert probe(node, cdi=("1",), user=1000)["open"][gpu] == "OK"
+    # A pod with a user namespace of its own needs a network of its own.
+    conflist = (REPOSITORY / "integration/bed/cluster/cluster_files/etc/cni/net.d/10-bed.conflist").read_bytes()
+    other.guest.write(f"/var/lib/machines/{MACHINE}/etc/cni/net.d/10-bed.conflist", conflist)
+    users = f"cat /proc/self/uid_map; {shlex.join(('gpu-probe', gpu))}"
+    own = node.pod(Pod(("sh", "-c", users), cdi=("1",), host_users=False)).stdout
+    mapping, found = own.split("\n", 1)
+    assert mapping.split() == ["0", str(FOREIGN_USERS), "65536"]
+    assert json.loads(found)["open"][gpu] == "OK"
+
+
+@ON_UBUNTU
+def test_a_pod_ends_within_its_grace_period(other: Bed) -> None:
+    """AppArmor forbids no signal of the runtime: the container ends by itself, and is not killed."""
+    container = other.node.start_pod(Pod(("sh", "-c", "trap 'exit 7' TERM; sleep infinity & wait"), cdi=("1",)))
+    other.node.run("crictl", "stop", "--timeout=60", container, timeout=120)
+    shown = json.loads(other.node.run("crictl", "inspect", container).stdout)
+    assert shown["status"]["exitCode"] == 7
+
+
+@ON_UBUNTU
+def test_apparmor_is_on_and_denies_nothing(other: Bed) -> None:
+    """Ubuntu's profiles are loaded, and programs without privileges may not use namespaces of users."""
+    assert other.run("cat", "/sys/module/apparmor/parameters/enabled").stdout.strip() == "Y"
+    assert other.run("cat", "/proc/sys/kernel/apparmor_restrict_unprivileged_userns").stdout.strip() == "1"
+    assert other.run("sh", "-c", "wc -l < /sys/kernel/security/apparmor/profiles").stdout.strip() != "0"
+    denied = other.run("sh", "-c", "journalctl -k --no-pager | grep 'apparmor=.DENIED' || true").stdout
+    assert denied == ""
+
+
 @RELEASED
 def test_a_running_machine_gets_a_driver_root_that_it_cannot_change(other: Bed) -> None:
     """systemd 252 starts a unit that it has never read without a daemon-reload.
@@ -180,16 +223,6 @@ def test_a_running_machine_gets_a_driver_root_that_it_cannot_change(other: Bed) 
     assert driver_root(other) == "1"
     assert other.restarted(started) == "nothing"
     expect_unchangeable(other, "1")
-
-
-@pytest.mark.parametrize("other", [UBUNTU], ids=["ubuntu"], indirect=True)
-def test_apparmor_is_on_and_denies_nothing(other: Bed) -> None:
-    """Ubuntu's profiles are loaded, and programs without privileges may not use namespaces of users."""
-    assert other.run("cat", "/sys/module/apparmor/parameters/enabled").stdout.strip() == "Y"
-    assert other.run("cat", "/proc/sys/kernel/apparmor_restrict_unprivileged_userns").stdout.strip() == "1"
-    assert other.run("sh", "-c", "wc -l < /sys/kernel/security/apparmor/profiles").stdout.strip() != "0"
-    denied = other.run("sh", "-c", "journalctl -k --no-pager | grep 'apparmor=.DENIED' || true").stdout
-    assert denied == ""
 
 
 @RELEASED
