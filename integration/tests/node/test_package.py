@@ -22,7 +22,7 @@ def install_package(bed: Bed, version: str) -> str:
 
 
 def replace_by_package(bed: Bed) -> None:
-    """Install the package beside an installation from a checkout, and do what the package then advises."""
+    """Install the package next to an installation from a checkout, and do what the package then advises."""
     advice = install_package(bed, "1.0")
     commands = re.findall(r"^  (rm .*)$", advice, re.MULTILINE)
     assert commands, advice

@@ -24,10 +24,10 @@ FILES = {
 }
 
 
-def build(directory: Path, umask: str, zone: str) -> Path:
-    """Return the files of a release of HEAD, built in a clone below `directory` without any build before it."""
+def build(source: Path, directory: Path, umask: str, zone: str) -> Path:
+    """Return the files of a release, built in a clone of `source` below `directory`, with nothing built before."""
     clone, output = directory / "clone", directory / "files"
-    run(["git", "clone", "--quiet", "--no-local", REPOSITORY, clone])
+    run(["git", "clone", "--quiet", "--no-local", source, clone])
     script = 'umask "$0"; exec "$1/deploy/release" "$2"'
     environment = {"VERSION": VERSION, "SOURCE_DATE_EPOCH": EPOCH, "TZ": zone}
     run(["sh", "-c", script, umask, clone, output], env=environment)
@@ -37,8 +37,8 @@ def build(directory: Path, umask: str, zone: str) -> Path:
 @pytest.mark.exhaustive
 def test_a_release_is_whole_and_the_same_from_every_clone(tmp_path: Path) -> None:
     """Another directory, umask and time zone change no byte. An image can be built from what is there."""
-    ways = {"a": ("022", "UTC"), "b": ("077", "Asia/Tokyo")}
-    first, second = (build(tmp_path / each, *how) for each, how in ways.items())
+    first = build(REPOSITORY, tmp_path / "a", "022", "UTC")
+    second = build(tmp_path / "a" / "clone", tmp_path / "b", "077", "Asia/Tokyo")
     assert {path.name for path in first.iterdir()} == FILES
     run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=first)
     assert (first / "SHA256SUMS").read_text() == (second / "SHA256SUMS").read_text()
