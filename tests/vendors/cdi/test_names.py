@@ -53,6 +53,10 @@ def test_specs_of_generators() -> None:
     # Runtimes convert a scalar to a string if they expect a string.
     assert device_names(of_kind("- name: 0\n- name: 17\n")) == ("intel.com/gpu=0", "intel.com/gpu=17")
     assert device_names('{"kind": "a.b/c", "devices": [{"name": 0}]}') == ("a.b/c=0",)
+    # They take none of these for a number or a date (resolve.go), unlike PyYAML.
+    assert device_names(of_kind("- name: 0000:00:02.0\n- name: 2026-11-29\n- {name: 1:30}\n")) == (
+        "intel.com/gpu=0000:00:02.0", "intel.com/gpu=2026-11-29", "intel.com/gpu=1:30",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("flow", [None, False, True])
@@ -124,6 +128,9 @@ def test_a_document_that_no_runtime_accepts_has_no_device(text: str) -> None:
         ("<<: {kind: intel.com/gpu}\ndevices: [{name: all}]\n", 1),
         (of_kind("- name: {}\n"), 3),
         (of_kind("- name: !!binary YWxs\n"), 3),
+        (of_kind("- name: !!int abc\n"), 3),
+        (of_kind("- &first\n  name: all\n- *first\n"), 3),
+        (of_kind("- name: &x all\n- name: *x\n"), 3),
     ],
 )
 def test_ambiguous_documents_are_refused(text: str, line: int) -> None:
