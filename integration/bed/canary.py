@@ -58,9 +58,9 @@ NOTHING, BROKEN_FOR_USERS, NOT_TRIED = 0, 1, 3
 PAGE = REPOSITORY / "docs/compatibility.md"
 BOUNDS = REPOSITORY / "containerfiles/upper-bounds"
 BOUNDS_HEAD = """\
-# Releases that do not work, written by `integration/canary --bound`. Images and packages leave out
-# these releases and later ones. The half of the agent that has the package, the package, the first release that is left
-# out, and the suite if it is only of one.
+# Releases that do not work, written by `integration/canary --bound`: the half of the agent that has the package, the
+# package, the first release that does not work, and the suite if it is only of one. Builds of images leave out the
+# machine's, and later ones. Nothing acts on the host's: its administrator holds the package back (apt-mark hold).
 """
 DRIVERS = "integration/tests/drivers"
 CLUSTERS = "integration/tests/kubernetes"
@@ -404,6 +404,8 @@ class Canary:
             # The first line has the command, the last one what it said.
             lines = str(error).strip().splitlines()
             verdict, message = Verdict.COULD_NOT_TRY, "; ".join([lines[-1], *(each[:100] for each in lines[:-1][:1])])
+        if verdict is Verdict.BROKEN and part.half == "host":
+            message += f"; hosts keep an earlier one with apt-mark hold {row.release.package or part.package}"
         if verdict is Verdict.WORKS and ElementTree.parse(xml).find(".//skipped") is None:
             # docs/compatibility.md is made from it.
             xml.replace(stem.with_suffix(".xml"))
@@ -490,15 +492,12 @@ def bounded(text: str, rows: Sequence[Row]) -> str:
             half, package, version, *suite = line.split()
             bounds[half, package, *suite] = version
     for part, release, _, verdict, _ in rows:
-        of_part = [key for key in bounds if key[0] == part.half and re.fullmatch(part.package, key[1])]
-        of_part = [key for key in of_part if list(key[2:]) == [part.suite][: bool(part.suite)]]
+        key = (part.half, release.package or part.package, *([part.suite] if part.suite else []))
         if part.half and verdict is Verdict.WORKS:
-            for key in of_part:
-                del bounds[key]
-        elif part.half and verdict is Verdict.BROKEN and not of_part:
+            bounds.pop(key, None)
+        elif part.half and verdict is Verdict.BROKEN:
             # The tilde: with all packagings of this version.
-            key = (part.half, release.package or part.package, *([part.suite] if part.suite else []))
-            bounds[key] = f"{release.version}~"
+            bounds.setdefault(key, f"{release.version}~")
     lines = [" ".join((*key[:2], version, *key[2:])) for key, version in sorted(bounds.items())]
     return BOUNDS_HEAD + "".join(f"{line}\n" for line in lines)
 

@@ -18,15 +18,7 @@ DEPENDENCIES = (
 TOOLS = ("python3-venv", "gpg", "gpg-agent")
 """What some tests need in addition: venv to install from a checkout, and gpg to sign a package source."""
 INPUTS = (
-    *(
-        "agent",
-        "containerfiles/upper-bounds",
-        "deploy/build-packages",
-        "deploy/debian",
-        "deploy/generate",
-        "deploy/grafana",
-        "deploy/prometheus",
-    ),
+    *("agent", "deploy/build-packages", "deploy/debian", "deploy/generate", "deploy/grafana", "deploy/prometheus"),
     *("deploy/version", "docs", "systemd"),
     *("requirements.lock", "requirements-dev.lock", "LICENSE", "README.md", "CHANGELOG.md"),
 )

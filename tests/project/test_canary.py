@@ -161,6 +161,7 @@ def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench) -> N
     bench.add("old", "assert os.environ['CHOSEN'] == '1.0'", "2026-01-01")
     bench.add("new", "assert False, 'it is gone'", "2026-03-01")
     bench.add("unasked", "pass", half="machine")
+    bench.add("driver", "assert False", half="host")
     bench.add("unlooked", "pass", look=no_answer)
 
     def refuse(_: str) -> Mapping[str, str]:
@@ -168,21 +169,22 @@ def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench) -> N
 
     bench.add("unbuilt", "pass", prepare=refuse)
     found = bench.run()
-    assert bench.order() == ["unasked", "new", "old"]
+    assert bench.order() == ["unasked", "driver", "new", "old"]
     assert {name: str(row.verdict) for name, row in found.items()} == {
-        **{"old": "works", "new": "broken", "unasked": "works"},
+        **{"old": "works", "new": "broken", "unasked": "works", "driver": "broken"},
         **{"unlooked": "could not look", "unbuilt": "could not try"},
     }
     assert found["old"].message == "1 tests passed"
     assert found["new"].message.startswith("test_it: AssertionError: it is gone; ")
     assert "it is gone" in Path(found["new"].message.rpartition("; ")[2]).read_text()
+    assert found["driver"].message.endswith("; hosts keep an earlier one with apt-mark hold package")
     assert found["unlooked"].message == "http://registry.invalid: refused"
     assert found["unbuilt"].message == "undefined: x; go build"
     assert {each.name for each in (bench.directory / "canary").glob("*.xml")} == {"old.xml", "unasked.xml"}
 
     bench.add("old", "pass", "2026-01-01", version="1.1")
     again = bench.run()
-    assert bench.order() == ["old", "new"]
+    assert bench.order() == ["old", "driver", "new"]
     assert (again["unasked"].message, again["unasked"].last_tested) == (found["unasked"].message, "1.0")
     assert (again["old"].release.version, again["old"].last_tested) == ("1.1", "1.0")
 
@@ -274,7 +276,14 @@ def test_the_exit_code_says_whether_users_get_something_broken(rows: list[Row], 
         ("machine toolkit 1.1~\n", [row(BROKEN)], "machine toolkit 1.1~\n"),
         ("machine toolkit 1.1~\n", [row(NO_TIME)], "machine toolkit 1.1~\n"),
         ("machine toolkit 1.1~\n", [row(WORKS)], ""),
-        ("host driver-590 5~\n", [row(WORKS, half="host", package="driver-595")], ""),
+        ("host driver-595 5~\n", [row(WORKS, half="host", package="driver-595")], ""),
+        # Of the driver, each branch is a package of its own.
+        ("host driver-590 5~\n", [row(WORKS, half="host", package="driver-595")], "host driver-590 5~\n"),
+        (
+            "host driver-590 5~\n",
+            [row(BROKEN, half="host", package="driver-595")],
+            "host driver-590 5~\nhost driver-595 1.2~\n",
+        ),
         # Another suite's, another half's and other packages' bounds stay.
         ("machine toolkit 1.1~ trixie\n", [row(WORKS), row(WORKS, suite="noble")], "machine toolkit 1.1~ trixie\n"),
         ("host toolkit 2~\nmachine other 1~\n", [row(WORKS)], "host toolkit 2~\nmachine other 1~\n"),

@@ -94,3 +94,12 @@ def test_the_role_fetches_lists_of_packages_if_it_must(
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env={"PATH": path}, check=False)
     assert done.returncode == status
     assert (tmp_path / "calls").read_text().split() == calls
+
+
+def test_the_role_removes_no_package() -> None:
+    """With --yes, apt-get removes what a new package conflicts with; so does the module apt."""
+    tasks = [task for each in yaml.safe_load(ROLE.read_text()) for task in each.get("block", [each])]
+    shells = [task["ansible.builtin.shell"] for task in tasks if "apt-get install" in str(task)]
+    modules = [task["ansible.builtin.apt"] for task in tasks if "ansible.builtin.apt" in task]
+    assert ["--no-remove" in each for each in shells] == [True]
+    assert [each.get("fail_on_autoremove") for each in modules] == [True, True]

@@ -100,15 +100,16 @@ def test_apt_leaves_out_what_is_bounded(tmp_path: Path) -> None:
 
         def installed(*bounds: str) -> str:
             (root.path / "srv/upper-bounds").write_text("".join(f"{bound}\n" for bound in ("# a comment", *bounds)))
-            root.run(
-                "sh",
-                "-c",
-                "dpkg --purge $0; apt-get update && /srv/bound-packages && apt-get install --yes $0",
-                TOOLKIT,
-            )
-            return root.run("dpkg-query", "--show", "--showformat=${Version}", TOOLKIT)
+            bound = "dpkg --purge $0 >&2; apt-get update >&2 && /srv/bound-packages"
+            said = root.run("sh", "-c", f"{bound} && apt-get install --yes $0 >&2", TOOLKIT)
+            return f"{said.strip()} {root.run('dpkg-query', '--show', '--showformat=${Version}', TOOLKIT)}".strip()
 
-        assert installed(f"machine {TOOLKIT} 1.20.3~") == "1.19.0-1"
-        assert installed(f"machine {TOOLKIT} 1.20.4~", f"host {TOOLKIT} 1.0") == "1.20.3-1"
+        said = f"upper-bounds leaves out {TOOLKIT} from"
+        both = "1.20.3-1 1.20.10-1"
+        assert installed(f"machine {TOOLKIT} 1.20.3~") == f"{said} 1.20.3~ on: {both} 1.19.0-1"
+        assert (
+            installed(f"machine {TOOLKIT} 1.20.4~", f"host {TOOLKIT} 1.0") == f"{said} 1.20.4~ on: 1.20.10-1 1.20.3-1"
+        )
         assert installed(f"machine {TOOLKIT} 1.20.3~ noble") == "1.20.10-1"
-        assert installed(f"machine {TOOLKIT} 1.20.3~ trixie", f"machine {TOOLKIT} 2~") == "1.19.0-1"
+        trixie = installed(f"machine {TOOLKIT} 1.20.3~ trixie", f"machine {TOOLKIT} 2~")
+        assert trixie == f"{said} 1.20.3~ on: {both} 1.19.0-1"
