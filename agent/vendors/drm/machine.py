@@ -93,10 +93,11 @@ def verify(
     live: Mapping[str, DeviceNumber],
     present: Collection[str],
 ) -> Verdict:
-    """Verify a specification against one request: it must be what `render` makes of the nodes that exist.
+    """Verify a specification against one request: it must be what `render` makes of those existing nodes that it has.
 
-    Only the nodes' groups, which depend on the machine's file of groups, and which by-path links are mounted, are taken
-    from the specification itself. If it is malformed, the verdict has a single problem, which names the malformed part.
+    The nodes' groups, which depend on the machine's file of groups, are taken from the specification itself too. It may
+    lack granted nodes, such as those of a GPU that was added while no new one could be written. If it is malformed, the
+    verdict has a single problem, which names the malformed part.
     """
     try:
         document = object_of(spec, "the specification")
@@ -105,7 +106,9 @@ def verify(
     except DocumentError as error:
         return Verdict(problems=(error.message,))
     groups = {str(node.get("path")): gid for node in nodes if type(gid := node.get("gid")) is int}
-    wanted: Any = render(kind, names, request, MachineState(live, groups, present))
+    paths = {str(node.get("path")) for node in nodes}
+    claimed = request._replace(devices=tuple(each for each in request.devices if each.path in paths))
+    wanted: Any = render(kind, names, claimed, MachineState(live, groups, present))
     if document == without_groups(document):
         # This machine's containerd may be too old for groups.
         wanted = without_groups(wanted)
@@ -125,7 +128,7 @@ def verify(
     missing = tuple(sorted(set(request.gpus) - {name for name, _ in expected}))
     if not problems and len(missing) == len(request.gpus):
         problems.append("no device in it is a granted GPU")
-    left_out = (each.path for each in request.devices if each.path not in live and each.pci_address not in missing)
+    left_out = (each.path for each in request.devices if each.path not in paths and each.pci_address not in missing)
     return Verdict(tuple(problems), missing, tuple(sorted(left_out)), tuple(name for name, _ in devices))
 
 
