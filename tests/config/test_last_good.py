@@ -197,6 +197,9 @@ def test_what_was_valid_is_not_validated_again(tmp_path: Path, saved: dict[str, 
     last_good = {**json.loads(system.read(LAST_GOOD_CONFIG)), "settings": {"machines": {"saved": {}}}, **saved}
     system.write(LAST_GOOD_CONFIG, json.dumps(last_good).encode())
     assert list(load_config(system).machines) == (["saved"] if used else ["a"])
+    system.write(CONFIG_FILE, RIGHT.replace(b"true", b"1"))
+    with pytest.raises(ConfigError, match="must be true or false"):
+        load_config(system)
 
 
 @pytest.mark.parametrize("value", ["2026-01-01", "07:32:00", "[2026-01-01T00:00:00Z]", "nan", "[inf]", str(2**70)])

@@ -11,7 +11,7 @@ from tests.fakes.config_files import system_with
 
 NODE = """
 [machines.gpu.node]
-server = "https://10.0.0.1:6443"
+server = "https://10.0.0.1:6443/"
 ca_file = "/etc/kubernetes/ca.crt"
 {node}
 [machines.gpu.node.image]
@@ -70,6 +70,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("server", '"https://[fd00::1:6443"', "no request can be sent there"),
         ("server", '"https://10.0.0.1:6443?x=1"', "no request can be sent there"),
         ("exec_credential", '["/usr/bin/login"]', "set either bootstrap_token or exec_credential"),
+        ("exec_credential", '["login"]\nbootstrap_token = ""', "'login' is not an absolute path in the machine"),
         ("image.name", '"nodes:latest"', "is not an image: docker://REGISTRY/NAME:TAG"),
         ("image.repository", '"nodes"', "is not a repository"),
         ("image.tag", '"a b"', "is not a tag"),
@@ -81,7 +82,7 @@ def test_errors_name_the_key(tmp_path: Path, key: str, value: str, message: str)
     system = system_with(tmp_path, main=NODE.format(node=TOKEN, image=""), z=f"{place}{name} = {value}\n")
     with pytest.raises(ConfigError) as caught:
         load_config(system)
-    assert f"machines.gpu.node{'' if 'either' in message else '.' + key}" in str(caught.value)
+    assert f"machines.gpu.node{'' if key == 'exec_credential' else '.' + key}" in str(caught.value)
     assert message in str(caught.value)
 
 
@@ -130,5 +131,6 @@ configuration = { maxPods = 42, evictionHard = { "memory.available" = "1Gi" } }
 "registry.example.com:5000" = ["https://mirror.example.com/v2/cache"]
 """,
     )
+    assert found.server == "https://10.0.0.1:6443"
     assert found.kubelet.node_ip == "10.0.0.7,fd00::7"
     assert set(found.containerd.mirrors) == {"_default", "registry.example.com:5000"}

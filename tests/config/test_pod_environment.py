@@ -26,8 +26,8 @@ ASKED = REQUEST._replace(environment=(GLX,))
 SETTING = "__GLX_VENDOR_LIBRARY_NAME=nvidia"
 
 
-def configured(tmp_path: Path, variables: str, vendor: str = "nvidia") -> Config:
-    text = f"[machines.a.pod_environment.{vendor}]\n{variables}\n"
+def configured(tmp_path: Path, variables: str) -> Config:
+    text = f"[machines.a.pod_environment.nvidia]\n{variables}\n"
     return load_config(system_with(tmp_path, main=text))
 
 
@@ -46,6 +46,7 @@ def configured(tmp_path: Path, variables: str, vendor: str = "nvidia") -> Config
         ('LD_PRELOAD = "/x.so"', ": LD_PRELOAD may not be set for all pods: the loader would"),
         ('LD_LIBRARY_PATH = "/x"', ": LD_LIBRARY_PATH may not be set"),
         ('PATH = "/x"', ": PATH may not be set for all pods: it would replace the image's own"),
+        ('[machines.a.pod_environment.nvidia2]\nA = "x"', "2: Input should be 'nvidia'"),
         (
             'KUBERNETES_SERVICE_HOST = "x"',
             ": KUBERNETES_SERVICE_HOST may not be set for all pods: each pod has its own",
@@ -65,8 +66,8 @@ def planned(**settings: Any) -> Request:  # noqa: ANN401
 
 def test_only_the_handoff_changes(tmp_path: Path) -> None:
     """Neither the machine's settings nor its unit change, so no restart is needed."""
-    variables = {"__GLX_VENDOR_LIBRARY_NAME": "nvidia", "A": "1"}
-    assert planned(pod_environment={"nvidia": variables}).environment == (Variable("A", "1"), GLX)
+    variables = {"__GLX_VENDOR_LIBRARY_NAME": "nvidia", "A": "naïve 日本語 \ufffd"}
+    assert planned(pod_environment={"nvidia": variables}).environment == (Variable("A", variables["A"]), GLX)
     goals = [
         plan(Config.validated({"machines": {"gpu-node": settings}}), facts()).goal.machines[0]
         for settings in ({}, {"pod_environment": {"nvidia": variables}})

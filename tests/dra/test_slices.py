@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from agent.config.checks import is_subdomain
 from agent.dra.inventory import NUMA_NODE, Device, Taint
 from agent.dra.slices import Node, make_slices, own_slices, quantity, slice_name
 from agent.model.contract import Effect
@@ -86,6 +87,7 @@ def test_names_are_fixed_and_not_too_long() -> None:
     long = [slice_name("n" * 250 + end, 12) for end in ("1", "2")]
     assert long[0] != long[1]
     assert max(map(len, long)) <= 253
+    assert is_subdomain(slice_name("n" * 179 + "." + "y" * 60, 0)), "also if it is cut after a dot"
 
 
 def test_only_slices_of_this_driver_and_node_count() -> None:

@@ -6,13 +6,13 @@ import pytest
 
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, true, with_transitions, worst
 
-STOPPED = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "it was stopped")
+STOPPED = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "it was\nstopped in \udce9")
 
 
 def test_the_format_of_kubernetes() -> None:
     (dated,) = with_transitions((STOPPED,), (), 1_700_000_000.0)
     assert json.dumps(dated.to_kubernetes()) == (
-        '{"type": "MachineRunning", "status": "False", "reason": "Stopped", "message": "it was stopped", '
+        '{"type": "MachineRunning", "status": "False", "reason": "Stopped", "message": "it was stopped in \\\\udce9", '
         '"lastTransitionTime": "2023-11-14T22:13:20Z"}'
     )
 

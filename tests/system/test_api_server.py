@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -449,6 +450,22 @@ def test_yaml_is_read_by_kubectl_and_json_without(tmp_path: Path) -> None:
     system.write(WHERE, json.dumps(document()).encode())
     assert read_kubeconfig(system, WHERE) == parsed()
     assert len(calls) == 2
+
+
+def test_threads_share_the_credentials(tmp_path: Path) -> None:
+    calls = []
+
+    def kubectl(argv: tuple[str, ...], timeout: float) -> Completed:
+        calls.append(argv)
+        time.sleep(0.2)
+        return Completed(0, json.dumps(document({"token": "x"}, **{"certificate-authority": ""})).encode(), b"")
+
+    system = System(kubectl, str(tmp_path))
+    system.write(WHERE, b"kind: Config\n")
+    credentials = Credentials(system, WHERE)
+    with ThreadPoolExecutor(4) as threads:
+        found = {id(each) for each in threads.map(lambda _: credentials.session(), range(4))}
+    assert (len(found), len(calls)) == (1, 1)
 
 
 def watches(api: ApiServer) -> int:

@@ -141,6 +141,10 @@ def test_a_full_disk_leaves_nothing_permitted_that_is_not_granted(host: Host, fu
     else:
         assert (entries, others) == (["char-pts", "char-drm"], [])
     host.bus.changes.clear()
+    if full != "/var/":
+        with pytest.raises(OSError, match="No space"):
+            change_devices(replace(CHANGE, before=replace(AFTER, nodes={})), host)
+        assert host.bus.changes == [], "without new permissions, nothing is bound either"
     host.full.clear()
     change_devices(CHANGE, host)
     assert host.bus.changes == [SET, bind("/dev/nvidia1"), bind("/dev/nvidia2")]

@@ -91,6 +91,8 @@ def test_a_gpu_that_the_driver_excludes_is_granted_to_no_machine(
     assert len(grant.problems) == len(problems)
     assert all(part in problem for part, problem in zip(problems, grant.problems, strict=True))
     assert any(node.kind is DeviceKind.NVSWITCH for node in grant.nodes) is (len(granted) == 3)
+    (machine,) = plan(config(a="all"), without_access(host("a", gpus=range(1)), 0)).goal.machines
+    assert (machine.grants[0].gpus, len(machine.grants[0].problems)) == ((), 1), "all are excluded"
 
 
 def test_a_new_gpu_displaces_none_in_use_and_a_removed_one_is_replaced() -> None:

@@ -100,7 +100,11 @@ def settings(host: Host) -> dict[str, bytes]:
     return {str(place): place.read_bytes().strip() if place.is_file() else b"" for place in places}
 
 
-def test_up_and_reset_leave_the_host_as_it_was(host: Host, kernel: Kernel) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_up_and_reset_leave_the_host_as_it_was(host: Host, kernel: Kernel, masked: bool) -> None:
+    """Also if somebody masked swap before."""
+    if masked:
+        host.symlink(NO_SWAP, "/dev/null")
     before, wanted = settings(host), goal(sysctls={"vm/max_map_count": "262144"})
     found = observe_host(wanted, host)
     assert differs(wanted, found)
@@ -115,7 +119,7 @@ def test_up_and_reset_leave_the_host_as_it_was(host: Host, kernel: Kernel) -> No
     assert (kernel.calls, settings(host)) == ([], after), "a finished host is not touched"
     undo_host(found, host)
     assert observe_host(wanted, host) == found
-    assert settings(host) == before
+    assert (settings(host), host.read_link(NO_SWAP)) == (before, "/dev/null" if masked else None)
     assert kernel.swaps == {"/dev/sda2": -3, "/swap\\040\u00a0file": 5}
 
 

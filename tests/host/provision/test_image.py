@@ -23,6 +23,7 @@ from tests.fakes.archives import entry, packed, raw, record
 from tests.fakes.clearing import clear_below, clears
 from tests.fakes.host import Host, ScriptedRunner
 from tests.fakes.layouts import put_layout
+from tests.fakes.waiting import wait_for
 
 NODES = ImageSettings(repository="docker://registry.example.com/nodes", tag="1.2")
 NAME = "docker://registry.example.com/nodes/agent:1.2"
@@ -63,8 +64,20 @@ def test_the_image_of_a_machine() -> None:
     assert choose_image(named, "agent-ubuntu2404-nvidia") == "oci:/srv/image:1"
 
 
-def test_an_image_is_pinned(source: Host) -> None:
-    assert inspect(NODES, NAME, source) == NodeImage(PINNED, digest(MANIFEST), "amd64", 120)
+@pytest.mark.parametrize(("name", "place"), [(NAME, PLACE), ("docker://localhost:5000/agent",) * 2])
+def test_an_image_is_pinned(source: Host, name: str, place: str) -> None:
+    """A port is no tag."""
+    for each in (name, pinned := f"{place}@{digest(MANIFEST)}"):
+        answer(source, each, MANIFEST)
+    assert inspect(NODES, name, source) == NodeImage(pinned, digest(MANIFEST), "amd64", 120)
+
+
+def test_another_architecture_is_refused(source: Host, tmp_path: Path) -> None:
+    answer(source, PINNED, MANIFEST, architecture="arm64")
+    with pytest.raises(AgentError, match="is for 'arm64', and this host is amd64"):
+        inspect(NODES, NAME, source)
+    with pytest.raises(AgentError, match="architecture riscv64 is not supported"):
+        inspect(NODES, NAME, Host(tmp_path / "other", "riscv64"))
 
 
 @pytest.mark.parametrize("name", [f"{NAME}@{{}}", f"{PLACE}@{{}}"])
@@ -273,9 +286,15 @@ def system(tools: Tools) -> System:
     return System(tools, str(tools.tree))
 
 
-def test_a_root_file_system_appears_at_once(system: System, tools: Tools) -> None:
+def test_a_root_file_system_appears_at_once(system: System, tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pull() -> None:
+        system.write(f"{ROOT}.partial/image/blobs/sha256/0", bytes(2 << 20))
+        wait_for(lambda: told)
+
     told: list[str] = []
-    unpack(NODES, IMAGE, ROOT, system, told.append)
+    tools.pulling = pull
+    monkeypatch.setattr("agent.host.provision.image.TICK", 0.01)
+    unpack(NODES, replace(IMAGE, size=3 << 20), ROOT, system, told.append)
     assert system.exists(f"{ROOT}/sbin/init")
     assert system.entries("/var/lib/machines") == (os.path.basename(ROOT),)
     assert system.mode("/var/lib/machines") == 0o700
@@ -289,7 +308,7 @@ def test_a_root_file_system_appears_at_once(system: System, tools: Tools) -> Non
         ("sync", "--file-system", partial),
     ]
     assert tools.modes == [0o700], "programs in it may be setuid and vulnerable"
-    assert told == [f"unpacking {PINNED}"]
+    assert told == ["pulled 2 of 3 MiB", f"unpacking {PINNED}"]
     with pytest.raises(AgentError, match="exists already"):
         unpack(NODES, IMAGE, ROOT, system)
 

@@ -19,7 +19,7 @@ from agent.vendors.machine_vendor import RuntimeHandler
 from tests.fakes.golden import expect_golden
 from tests.fakes.node_settings import CA, node_settings
 
-INPUTS = NodeInputs("gpu-1", "10.0.0.7", CA)
+INPUTS = NodeInputs("gpu-1", "10.0.0.7", CA, labels={"a": "the settings' value counts"})
 OWN = NodeInputs("gpu-1", "", CA, own_network=True)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.host.provision.node_files import read_token
+from agent.host.provision.node_files import read_token, secret_file
 from agent.model.errors import ConfigError
 from tests.fakes.host import Host
 from tests.fakes.node_settings import TOKEN, TOKEN_FILE
@@ -57,6 +57,13 @@ def test_what_is_not_a_token_is_not_repeated(secret: Host, content: bytes | None
         read_token(TOKEN_FILE, secret)
     assert not content or not content.strip() or content.decode(errors="replace") not in str(caught.value)
     assert "s3cret" not in f"{caught.value} {caught.value.__cause__}"
+
+
+def test_a_directory_is_no_secret(host: Host) -> None:
+    host.make_directory(TOKEN_FILE)
+    host.owners[TOKEN_FILE] = (0o700, 0)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        secret_file(TOKEN_FILE, host)
 
 
 def test_a_credential_of_systemd(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,13 @@ def test_without_evidence_nothing_is_claimed() -> None:
     assert "granted" not in page.text
 
 
+def test_a_host_without_machines_or_gpus() -> None:
+    assert "no machine is configured" in read(EMPTY).text
+    assert "Machine new: not evaluated" in read(replace(EMPTY, machines=(MachineOutcome("new", ()),))).text
+    bare = Outcome(replace(eight_gpus.facts(), vendors=()), ())
+    assert "This host has no GPU." in read(replace(EMPTY, outcome=bare)).text
+
+
 def test_a_fault_has_the_commands_that_fix_it() -> None:
     stopped = Condition(ConditionType.MACHINE_RUNNING, Status.FALSE, "Stopped", "somebody stopped it")
     view = replace(EMPTY, machines=(MachineOutcome("gpu-node", conditions(stopped)),))

@@ -382,6 +382,18 @@ def test_attack_a_process_that_takes_the_port_is_named() -> None:
         listen_on(f"127.0.0.1:{stolen.getsockname()[1]}")
 
 
+IPV6 = Path("/proc/net/if_inet6")
+
+
+@pytest.mark.skipif(not IPV6.exists() or f"{1:032x}" not in IPV6.read_text(), reason="there is no IPv6 loopback")
+def test_an_ipv6_literal() -> None:
+    running = Server(listen_on("[::1]:0"))
+    try:
+        assert b"404" in answers(running, b"GET / HTTP/1.0\r\n\r\n")
+    finally:
+        running.stop()
+
+
 def ask_locally(directory: Path, name: str, path: str) -> bytes:
     """Return the whole answer from a Unix socket."""
     descriptor = os.open(directory, os.O_PATH)
