@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import json
 import logging
+import math
 import os
 import posixpath
 import random
@@ -484,7 +485,7 @@ def _event(what: str, line: bytes) -> dict[str, Any]:
 
 
 SHORT_PAUSE, LONG_PAUSE = 0.4, 15.0
-"""Seconds from the end of a watch to the next one, if it has lasted, and otherwise."""
+"""Seconds from the end of a watch to the next one; the long pause from the second one in a row that has not lasted."""
 LASTED = 10.0
 """Seconds after which a watch counts as having lasted. Some proxies end each watch at once."""
 LOGGED_FAILURE = 2
@@ -504,14 +505,17 @@ class Watcher(threading.Thread):
         self._stopped = threading.Event()
         self._failures = 0
         """Attempts that have failed since the watch last began."""
+        self._began = math.inf
+        """When the watch began, by time.monotonic(); infinity before the server has accepted it."""
         self._version = ""
         """The resourceVersion at which the last watch has ended; empty if the objects have to be listed first."""
         self.watching = False
         """Whether each change is noticed at once now."""
 
     def run(self) -> None:
+        short = 0
         while not self._stopped.is_set():
-            began = time.monotonic()
+            self._began = math.inf
             try:
                 self._watch()
             except AgentError as error:
@@ -519,10 +523,10 @@ class Watcher(threading.Thread):
                 self._failures += 1
                 if self._failures == LOGGED_FAILURE:
                     log.warning("changes to %s are noticed up to a minute late: %s", self._path, error)
-            lasted = not self._failures and time.monotonic() - began >= LASTED
+            short = 0 if time.monotonic() - self._began >= LASTED else short + 1
             # If the API server fails, all nodes lose it at the same moment. They should not all return at the same
             # moment, so the pause is random.
-            self._stopped.wait((SHORT_PAUSE if lasted else LONG_PAUSE) * random.uniform(0.5, 1.0))
+            self._stopped.wait((LONG_PAUSE if short > 1 else SHORT_PAUSE) * random.uniform(0.5, 1.0))
 
     def stop(self) -> None:
         """Make the thread end when the current watch ends."""
@@ -540,6 +544,7 @@ class Watcher(threading.Thread):
             if self._failures >= LOGGED_FAILURE:
                 log.info("changes to %s are noticed at once again", self._path)
             self._failures = 0
+            self._began = min(self._began, time.monotonic())
             self._version = _version(event.get("object")) or self._version
             # A bookmark is no change: it only has a newer resourceVersion.
             if changed and not self._stopped.is_set():

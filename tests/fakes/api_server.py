@@ -8,6 +8,7 @@ real one accepts is tested with the real one (integration/tests/kubernetes/test_
 import http.server
 import json
 import math
+import os
 import socket
 import ssl
 import subprocess
@@ -161,10 +162,14 @@ class ApiServer:
             self.cut()
         self._server = None
 
-    def cut(self) -> None:
-        """Cut all connections that exist now. A client may open the next one at once."""
+    def cut(self, last: bytes = b"") -> None:
+        """Cut all connections that exist now. A client may open the next one at once.
+
+        `last` is sent before, without TLS: otherwise, a client cannot tell the cut from the end of an answer.
+        """
         for each in [*self._server.connections] if self._server else ():
             try:
+                os.write(each.fileno(), last)
                 each.shutdown(socket.SHUT_RDWR)
             except OSError:
                 continue

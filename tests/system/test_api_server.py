@@ -501,3 +501,24 @@ def test_only_a_watch_that_has_lasted_is_begun_again_soon(
         before = watches(api)
         time.sleep(0.4)
         assert watches(api) == before
+
+
+def test_a_watch_that_breaks_is_begun_again_soon(
+    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_module, "LASTED", 0.1)
+    monkeypatch.setattr(api_module, "SHORT_PAUSE", 0.05)
+    with watching(client) as changes:
+        for number in range(1, 4):
+            wait_for(lambda number=number: len(changes) == number, 5, "it is begun")  # type: ignore[misc]
+            time.sleep(0.2)
+            api.cut(b"no TLS")
+
+        def refuse_late(*_: str) -> tuple[int, Any]:
+            time.sleep(0.2)
+            return failure(503, "starting")
+
+        api.answer = refuse_late
+        before = len(api.requests)
+        time.sleep(1)
+        assert len(api.requests) - before <= 2, "an attempt that is refused late has not lasted"
