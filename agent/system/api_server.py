@@ -16,6 +16,7 @@ import math
 import os
 import posixpath
 import random
+import re
 import socket
 import ssl
 import threading
@@ -98,6 +99,9 @@ SIZE_LIMIT = 1 << 18
 KUBECTL_LIMIT = 15.0
 """Seconds for kubectl, which only reads the file."""
 HTTPS_PORT = 443
+UNUSABLE = re.compile("[\0\ud800-\udfff]")
+"""Characters that a text in JSON can have, but the name of a file or server cannot: a null character, or half a
+surrogate pair."""
 
 Material = str | bytes
 """A certificate, key or token: a file's path, or the content itself; empty if there is none."""
@@ -141,28 +145,30 @@ def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
 
     `where` is the file's path. Relative paths in the file start at its directory.
     """
-    try:
-        return _kubeconfig(where, parse_object(where, data))
-    except ValueError as error:
-        # Without the cause, which could have a part of a key.
-        hint = "see `journalctl -u kubelet`: the kubelet reads it too"
-        raise DocumentError(f"{where}: not a usable kubeconfig: {error}", hint) from None
-
-
-def _kubeconfig(where: str, document: dict[str, Any]) -> Kubeconfig:
+    document = parse_object(where, data)
     context = _named(where, document, "context", _text(where, document, "current-context"))
     cluster = _named(where, document, "cluster", _text(where, context, "cluster"))
     user = _named(where, document, "user", _text(where, context, "user"))
-    server = _text(where, cluster, "server")
-    parts = urllib.parse.urlsplit(server)
-    if parts.scheme != "https" or not parts.hostname:
-        raise DocumentError(f"{where}: the server must be an https:// address, not {server[:100]!a}")
-    server_name = _text(where, cluster, "tls-server-name") or parts.hostname
-    # As a connection does later, where an error would leave its socket open.
-    server_name.encode("idna")
+    if cluster.get("proxy-url"):
+        problem = "it names a proxy (proxy-url), which is not supported here"
+        raise AgentError(f"{where}: {problem}", "let the node reach the server directly")
+    server, server_name = _text(where, cluster, "server"), _text(where, cluster, "tls-server-name")
+    try:
+        parts = urllib.parse.urlsplit(server)
+        host, port = _host(parts.hostname or ""), parts.port or HTTPS_PORT
+    except ValueError:
+        parts, host, port = urllib.parse.urlsplit(""), "", 0
+    if parts.scheme != "https":
+        # Without the user, which could have a password.
+        shown = server.rpartition("@")[2][:100]
+        raise DocumentError(f"{where}: key server must be an https:// address, not {shown!a}")
+    try:
+        server_name = _host(server_name or host)
+    except ValueError:
+        raise DocumentError(f"{where}: key tls-server-name must be a host's name, not {server_name[:100]!a}") from None
     kubeconfig = Kubeconfig(
-        parts.hostname,
-        parts.port or HTTPS_PORT,
+        host,
+        port,
         parts.path.rstrip("/"),
         server_name,
         ca=_material(where, cluster, "certificate-authority"),
@@ -179,6 +185,14 @@ def _kubeconfig(where: str, document: dict[str, Any]) -> Kubeconfig:
     return kubeconfig
 
 
+def _host(name: str) -> str:
+    """Return the name of a host. Raises ValueError, as a connection would do later and leave its socket open."""
+    name.encode("idna")
+    if not name or " " in name or not name.isprintable():
+        raise ValueError
+    return name
+
+
 def _named(where: str, document: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
     """Return the entry with this name in a list such as `clusters`. Raises DocumentError."""
     listed = document.get(f"{kind}s")
@@ -192,12 +206,18 @@ def _text(where: str, document: dict[str, Any], key: str) -> str:
     value = document.get(key) or ""
     if not isinstance(value, str):
         raise DocumentError(f"{where}: key {key} must be a string, not {in_json(value)}")
+    if UNUSABLE.search(value):
+        raise DocumentError(f"{where}: key {key} has characters that are not allowed")
     return value
 
 
 def _material(where: str, entry: dict[str, Any], key: str) -> Material:
     """Return inline data, which takes precedence, or a file's path."""
-    return base64.b64decode(_text(where, entry, f"{key}-data"), validate=True) or _path(where, entry, key)
+    try:
+        return base64.b64decode(_text(where, entry, f"{key}-data"), validate=True) or _path(where, entry, key)
+    except ValueError:
+        # Without the cause, which could have a part of a key.
+        raise DocumentError(f"{where}: key {key}-data is not base64") from None
 
 
 def _path(where: str, entry: dict[str, Any], key: str) -> str:
