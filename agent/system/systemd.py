@@ -57,12 +57,21 @@ def list_units(names: Sequence[str], system: System) -> list[ListedUnit]:
     method = f"{SYSTEMD_MANAGER}.ListUnitsByNames"
     with _documented(method):
         (entries,) = cast(Any, system.call(SYSTEMD, SYSTEMD_OBJECT, method, list(names), signature="as"))
-        # An entry has name, description, LoadState, ActiveState, SubState, followed unit and path, and its job's id,
-        # type and path. It has no alias, so units are known by their position. Without a job, its type is empty.
-        return [
-            ListedUnit(load, active, path, sub in RESTARTS, job in STARTS)
-            for _, (_, _, load, active, sub, _, path, _, job, *_) in zip(names, entries, strict=True)
-        ]
+        # An entry has no alias, so units are known by their position.
+        return [_listed(entry) for _, entry in zip(names, entries, strict=True)]
+
+
+def _listed(entry: object) -> ListedUnit:
+    """Return the unit in an entry of the list. Raises TypeError.
+
+    An entry has name, description, LoadState, ActiveState, SubState, followed unit and path, and its job's id, type and
+    path (ssssssouso). The job's type is empty without a job.
+    """
+    match entry:
+        case (str(), str(), str(load), str(active), str(sub), str(), str(path), int(), str(job), *_):
+            return ListedUnit(load, active, path, sub in RESTARTS, job in STARTS)
+        case _:
+            raise TypeError(repr(entry)[:200])
 
 
 def get(path: str, name: str, kind: type[T], system: System) -> T:
@@ -77,9 +86,14 @@ def get(path: str, name: str, kind: type[T], system: System) -> T:
 
 def device_allow(path: str, system: System) -> tuple[DeviceAllow, ...]:
     """Return the unit's DeviceAllow entries in force, as systemd lists them: the last one in the unit's files first."""
-    entries: list[Any] = get(path, "Service.DeviceAllow", list, system)
-    with _documented(f"DeviceAllow of {path}"):
-        return tuple(DeviceAllow(node, permissions) for node, permissions in entries)
+    allowed = []
+    for entry in get(path, "Service.DeviceAllow", list, system):
+        match entry:
+            case (str(node), str(permissions)):
+                allowed.append(DeviceAllow(node, permissions))
+            case _:
+                raise BusAnswerError(f"DeviceAllow of {path}: unexpected entry {entry!r}")
+    return tuple(allowed)
 
 
 def set_device_allow(unit: str, allow: Iterable[DeviceAllow], system: System) -> None:
@@ -98,8 +112,11 @@ def set_device_allow(unit: str, allow: Iterable[DeviceAllow], system: System) ->
 def queue_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
     """Start or stop a unit without waiting. Return the path of the job's object, for `is_queued`."""
     # With "fail", the job does not replace the jobs of the host's shutdown.
-    (job,) = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
-    return str(job)
+    with _documented(f"{verb} {unit}"):
+        (job,) = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
+        if not isinstance(job, str):
+            raise TypeError(repr(job))
+        return job
 
 
 def is_queued(job: str, system: System) -> bool:

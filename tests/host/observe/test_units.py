@@ -12,10 +12,10 @@ from agent.host.observe.machine import (
     parse_device_allow,
     with_properties,
 )
-from agent.model.errors import BusError
+from agent.model.errors import BusAnswerError, BusError
 from agent.model.facts import Absent, Broken, DeviceAllow, Unit, Unseen
 from agent.system.files import System
-from agent.system.systemd import SYSTEMD
+from agent.system.systemd import SYSTEMD, queue_job
 from tests.fakes.host import Host
 
 TEMPLATE = "/usr/lib/systemd/system/systemd-nspawn@.service"
@@ -65,10 +65,28 @@ def test_masked_units(host: Host) -> None:
         assert properties(host, ended) == Unit("inactive", masked=True, has_run=True)
 
 
-def test_a_property_of_another_type_leaves_the_unit_unseen(host: Host) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("Unit.NeedDaemonReload", ("s", "no")),
+        ("Unit.ActiveState", ("u", 1)),
+        ("Service.DeviceAllow", ("as", ["xy"])),
+        ("Service.DeviceAllow", ("a(uu)", [(1, 2)])),
+    ],
+)
+def test_a_property_of_another_type_leaves_the_unit_unseen(host: Host, name: str, value: tuple[str, object]) -> None:
     host.bus.unit("a.service")
-    host.bus.properties[host.bus.units["a.service"], f"{SYSTEMD}.Unit", "NeedDaemonReload"] = ("s", "no")
-    assert "NeedDaemonReload" in str(properties(host, "a.service").unit_state)
+    interface, _, member = name.partition(".")
+    host.bus.properties[host.bus.units["a.service"], f"{SYSTEMD}.{interface}", member] = value
+    unseen = properties(host, "a.service").unit_state
+    assert isinstance(unseen, Unseen)
+    assert "unexpected" in unseen.why
+
+
+@pytest.mark.parametrize("answer", [(), (4711,), ("/job/1", "/job/2")])
+def test_an_unexpected_answer_about_a_job_is_an_error(host: Host, answer: tuple[object, ...]) -> None:
+    with pytest.raises(BusAnswerError, match=r"StartUnit machine\.service: unexpected answer"):
+        queue_job("StartUnit", "machine.service", System(host.runner, host.root, lambda *_: answer))
 
 
 @pytest.mark.parametrize("answer", [(), ([],), ("text",), ([("a",)] * 2,)], ids=["none", "short", "text", "long"])
