@@ -140,7 +140,7 @@ def as_object(check: Check) -> dict[str, object]:
         "ok": check.passed,
         "required": check.required,
         "message": check.message,
-        "advice": check.advice,
+        "advice": check.advice or "",
     }
 
 

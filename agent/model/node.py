@@ -93,8 +93,8 @@ class Check(Struct, frozen=True):
     name: str
     """What was checked, such as "server"."""
     message: str
-    advice: str = ""
-    """What to do; empty if all is well."""
+    advice: str | None = None
+    """What to do; None if all is well."""
     machine: str = ""
     """Empty if the check is about the host."""
     required: bool = True
@@ -104,7 +104,7 @@ class Check(Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        return not self.advice
+        return self.advice is None
 
 
 # The part of the host's network that programs change at run time: links, routes, rules and chains.

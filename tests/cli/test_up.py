@@ -18,7 +18,7 @@ from agent.host.provision.host_settings import NO_SWAP
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.provision.up import Provisioner
 from agent.model.contract import parse_node_files
-from agent.model.errors import AgentError, ConfigError
+from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.node import Link
 from agent.model.paths import (
     AS_FOUND,
@@ -259,6 +259,21 @@ def test_a_failed_check_changes_nothing(host: NodeHost, capsys: Capture) -> None
     host.file("/usr/bin/umoci", executable=True)
     assert tree(host) == before
     assert not host.exists(AS_FOUND[0])
+
+
+def test_a_check_whose_error_has_no_advice_fails_too(host: NodeHost, capsys: Capture) -> None:
+    """Otherwise, `up --rebuild` would remove the node before it fails."""
+    assert run(host) == 0
+    before = tree(host)
+    host.owners["/etc/unbounded-agent/token"] = (0o600, 1000)
+    assert run(host, rebuild=True) == 1
+    assert "FAILED  token: gpu-node: /etc/unbounded-agent/token: refused" in capsys.readouterr().out
+    del host.owners["/etc/unbounded-agent/token"]
+    host.failing["/proc/sys/vm/overcommit_memory"] = CommandError(("sysctl",), "exit code 1")
+    assert run(host) == 1
+    assert "FAILED  host settings: sysctl: exit code 1 (correct this" in capsys.readouterr().out
+    host.failing.clear()
+    assert tree(host) == before
 
 
 def test_changed_settings_are_reported_and_a_rebuild_applies_them(host: NodeHost, capsys: Capture) -> None:

@@ -516,7 +516,8 @@ def secret_file(where: str, system: System) -> str:
     except OSError as error:
         raise ConfigError(f"{where}: cannot read this secret: {error.strerror}", f"write it to {where}") from error
     if fault:
-        raise ConfigError(f"{where}: refused, because somebody else could have written this secret: {fault}")
+        what = f"refused, because somebody else could have written this secret: {fault}"
+        raise ConfigError(f"{where}: {what}", "correct this, and replace the secret")
     if not stat.S_ISREG(mode):
         raise ConfigError(f"{where}: not a regular file", "write the secret to a file of mode 0600")
     if mode & 0o077:
@@ -531,7 +532,9 @@ def read_token(where: str, system: System) -> str:
     try:
         token = system.read(path, LIMIT).decode(errors="replace").strip()
     except OSError as error:
-        raise ConfigError(f"{where}: cannot read this secret: {error.strerror}") from error
+        raise ConfigError(
+            f"{where}: cannot read this secret: {error.strerror}", f"write it to {where} again"
+        ) from error
     if not TOKEN.fullmatch(token):
         what = "this is not a bootstrap token (6 characters, a dot, 16 characters)"
         raise ConfigError(f"{where}: {what}", "make one with `kubeadm token create`, and write it there")

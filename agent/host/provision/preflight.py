@@ -6,6 +6,7 @@ that need what failed are left out: if the bootstrap token cannot be read, for e
 
 import json
 import re
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -18,7 +19,7 @@ from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_name
 from agent.host.provision.image import UNPACKED
 from agent.host.provision.node_files import NETWORK_WANTED, NodeRecord, cluster_ca, node_names, read_token
 from agent.host.provision.plan import made_nodes, observe_node
-from agent.model.errors import AgentError, ConfigError
+from agent.model.errors import AgentError
 from agent.model.facts import Absent, Facts
 from agent.model.node import Check, NodeBinary
 from agent.model.paths import MACHINE_ROOTS
@@ -51,9 +52,15 @@ def checked(name: str, check: Callable[[], str], machine: str = "") -> Check:
     """Run a check. Return its sentence or, if it raises an error, the error's message and advice."""
     try:
         return Check(name, check(), machine=machine)
-    except AgentError as error:
+    except (AgentError, OSError) as error:
+        return failed_check(name, error, machine)
+
+
+def failed_check(name: str, error: AgentError | OSError, machine: str = "") -> Check:
+    """Return the failed check that an error stands for. Its advice is never empty, even if the error has none."""
+    if isinstance(error, AgentError):
         message, advice = error.message, error.hint
-    except OSError as error:
+    else:
         message, advice = f"{error.filename or ''}: {error.strerror or error}".strip(": "), ""
     return Check(name, message, advice or "correct this, then run `unbounded-agent preflight` again", machine)
 
@@ -117,19 +124,24 @@ def check_server(
     try:
         if where and with_token:
             token = read_token(where, system)
-    except ConfigError as error:
-        yield Check("token", error.message, error.hint)
+    except (AgentError, OSError) as error:
+        yield failed_check("token", error)
         return
     try:
-        answer = ask(f"{server}/api", ca=cluster_ca(settings, system), token=token)
-    except ConfigError as error:
-        yield Check("ca_file", error.message, error.hint)
+        ca = cluster_ca(settings, system)
+    except (AgentError, OSError) as error:
+        yield failed_check("ca_file", error)
         return
-    except ValueError as error:
-        # Such as ssl.SSLCertVerificationError, which has a `verify_message` if it comes from OpenSSL.
+    try:
+        answer = ask(f"{server}/api", ca=ca, token=token)
+    except ssl.SSLCertVerificationError as error:
+        # If the error does not come from OpenSSL, it has no `verify_message`.
         what = f"{server}: its certificate is not accepted: {getattr(error, 'verify_message', '') or error}"
         advice = f"put the cluster's CA into {file}, and check the host's clock: it is {time.ctime()}"
         yield Check("server", what, advice)
+        return
+    except ValueError as error:
+        yield Check("ca_file", f"{file}: {error}", "put the cluster's CA there")
         return
     except OSError as error:
         advice = "check the address, routes and firewalls between this host and the API server"
@@ -145,8 +157,8 @@ def check_server(
         yield Check("token", "the API server accepts the bootstrap token")
     if answer.date is not None:
         apart = abs(answer.date - time.time())
-        advice = "set this host's clock, preferably with systemd-timesyncd or chrony" if apart > CLOCK_LIMIT else ""
-        yield Check("clock", f"the clocks of host and API server differ by {apart:.0f} s", advice)
+        then = "set this host's clock, preferably with systemd-timesyncd or chrony" if apart > CLOCK_LIMIT else None
+        yield Check("clock", f"the clocks of host and API server differ by {apart:.0f} s", then)
 
 
 def check_binaries(binaries: Sequence[NodeBinary], system: System) -> str:

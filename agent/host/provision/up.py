@@ -44,7 +44,7 @@ from agent.host.provision.plan import (
     plan_host,
     plan_root,
 )
-from agent.host.provision.preflight import Asking, checked
+from agent.host.provision.preflight import Asking, checked, failed_check
 from agent.host.vendors import host_vendor
 from agent.host.verify.readiness import FROM_VENDORS, Case, conditions
 from agent.model.conditions import Status
@@ -163,7 +163,7 @@ class Provisioner(Struct, frozen=True):
         try:
             steps = self._host_steps(names, lambda: observe_network(self.network, self.system))
         except AgentError as error:
-            checks.append(Check("host settings", error.message, error.hint))
+            checks.append(failed_check("host settings", error))
         checks += (check for node in nodes for check in node.checks)
         steps = plan_all(steps, [step for node in nodes for step in node.steps])
         return Work(tuple(checks), steps, nodes, tuple(node.remark for node in nodes if node.remark))
@@ -223,10 +223,11 @@ class Provisioner(Struct, frozen=True):
     def _node(self, found: NodeFacts, facts: Facts, planned: Plan) -> NodeWork:
         name, settings = found.machine, self._settings(found.machine)
         try:
-            if must_make_root(found, rebuild=name in self.rebuild):
-                return self._new_node(found, facts, planned)
+            make = must_make_root(found, rebuild=name in self.rebuild)
         except AgentError as error:
-            return NodeWork(found, checks=(Check("root", error.message, error.hint, name),))
+            return NodeWork(found, checks=(failed_check("root", error, name),))
+        if make:
+            return self._new_node(found, facts, planned)
         remark = node_remark(found, self.config, self.system)
         if not (found.unjoined and settings.bootstrap_token):
             return NodeWork(found, remark=remark)

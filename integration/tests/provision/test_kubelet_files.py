@@ -214,7 +214,7 @@ def failed(node: Root, cluster: ControlPlane, token: str) -> dict[str, str]:
     node.host.write("/ca.crt", cluster.certificate_authority.encode())
     node.host.write("/token", token.encode(), 0o600)
     checks = check_server(settings(f"https://127.0.0.1:{cluster.port}"), node.host)
-    return {check.name: check.advice for check in checks if not check.passed}
+    return {check.name: check.advice or "" for check in checks if not check.passed}
 
 
 def everything(node: Root) -> str:

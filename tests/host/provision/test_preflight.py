@@ -1,5 +1,6 @@
 """Each thing that would keep a node from being made has its own sentence with the next step."""
 
+import errno
 import ssl
 import time
 from collections.abc import Iterable
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from agent.config.settings import NodeSettings
-from agent.host.provision.preflight import NETWORKD, PROGRAMS, check_host, check_network, check_server
+from agent.host.provision.preflight import NETWORKD, PROGRAMS, check_host, check_network, check_server, checked
+from agent.model.errors import AgentError
 from agent.model.node import Check
 from agent.system.http import Answer
 from tests.fakes.gpu_host import reconciler
@@ -80,7 +82,7 @@ def test_an_error_of_the_server_does_not_say_that_it_accepts_the_token(host: Hos
             "server",
             "put the cluster's CA into /etc/kubernetes/ca.crt",
         ),
-        (ValueError("no certificate in PEM format"), "server", "no certificate"),
+        (ValueError("no certificate in PEM format"), "ca_file", f"{CA}: no certificate in PEM format"),
         (Answer(401, None), "token", "kubeadm token create"),
         (Answer(200, time.time() - 3600), "clock", "clocks of host and API server differ by"),
     ],
@@ -97,6 +99,11 @@ def test_what_is_wrong_with_the_server_is_said(
 def test_a_token_that_others_can_read_is_not_sent_anywhere(host: Host) -> None:
     host.owners[TOKEN] = (0o644, 0, 0)
     server = Server(Answer(200, None))
+    assert list(failed(check_server(settings(), host, server))) == ["token"]
+    host.owners[TOKEN] = (0o600, 1000, 0)
+    assert "belongs to user 1000" in failed(check_server(settings(), host, server))["token"]
+    host.owners[TOKEN] = (0o600, 0, 0)
+    host.failing[TOKEN] = OSError(errno.EIO, "Input/output error")
     assert list(failed(check_server(settings(), host, server))) == ["token"]
     host.remove(TOKEN)
     assert list(failed(check_server(settings(), host, server))) == ["token"]
@@ -126,10 +133,19 @@ def test_somebody_must_give_a_network_of_its_own_addresses(
     assert [each.passed for each in checks] == ([] if passed is None else [passed])
     advised = [each for each in checks if not each.required]
     assert [each.passed for each in advised] == [False] * (passed is False), "the node joins all the same"
-    assert all("systemctl enable --now systemd-networkd" in each.advice for each in advised)
+    assert all("systemctl enable --now systemd-networkd" in (each.advice or "") for each in advised)
 
 
 # ---- the host
+
+
+@pytest.mark.parametrize("error", [AgentError("/x is not what it should be"), OSError(errno.EIO, "Input/output error")])
+def test_an_error_without_advice_is_a_failed_check(error: AgentError | OSError) -> None:
+    def check() -> str:
+        raise error
+
+    assert "again)" in failed([checked("token", check)])["token"]
+    assert not Check("token", "/x is not what it should be", "").passed, "somebody forgot the fallback"
 
 
 def test_everything_that_is_wrong_with_a_host_is_said_at_once(gpu_host: Host) -> None:
