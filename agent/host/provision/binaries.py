@@ -235,12 +235,13 @@ DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticE
 def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple[str, int]]:
     """Write a program, or an archive's programs, into the root file system. `path` is the file's path on the host.
 
-    Returns each program's digest and size, by its path in the root file system. Raises OSError if a file cannot be read
+    Returns each program's digest and size, by its path in the root file system: for a program by itself, the digest
+    that it must have. Raises OSError if a file cannot be read
     or written; AgentError if the archive is damaged or too large, or does not contain the programs.
     """
     if not binary.archive:
         with opening.plain(path) as file:
-            return {binary.path: _put(iter(partial(file.read, CHUNK), b""), binary.path, root)}
+            return {binary.path: (binary.sha256, _put(iter(partial(file.read, CHUNK), b""), binary.path, root)[1])}
     several, found, total = binary.archive == "programs", dict[str, tuple[str, int]](), 0
     settings = f"{' or '.join(_settings_of(binary))}, and sha256.{binary.name}"
     hint = f"use the archive that the project of {binary.name} releases: correct {settings}"
@@ -255,6 +256,11 @@ def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple
                 if name and header.isreg() and header.mode & 0o111 and (several or name[1] == binary.name):
                     target = f"{binary.path}/{name[1]}" if several else binary.path
                     found[target] = _put(content, target, root)
+            # gzip's checksum of everything comes after tar's end marker, and is compared when it is read.
+            while rest := unpacked.read(CHUNK):
+                total += len(rest)
+                if total > UNPACKED_LIMIT:
+                    raise tarfile.ReadError(f"more than {UNPACKED_LIMIT >> 20} MiB")
     except DAMAGED as error:
         raise AgentError(f"{binary.source}: not an archive that can be used: {error}", hint) from error
     if not found:

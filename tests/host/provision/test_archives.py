@@ -103,6 +103,7 @@ def huge(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
         (packed(entry("bin/crictl")), "has no executable file crictl at its top"),
         (huge("crictl", UNPACKED_LIMIT + 1), "more than 1024 MiB"),
         (huge("crictl", 2 << 20), "unexpected end of data"),
+        (packed(entry("LICENSE")) + bytes(UNPACKED_LIMIT), "more than 1024 MiB"),
         (huge("x", 4 << 30, tarfile.GNUTYPE_LONGNAME), "KiB describe an entry"),
         (huge("x", 4 << 30, tarfile.XHDTYPE), "KiB describe an entry"),
         (packed(*[entry("x", tarfile.DIRTYPE)] * (ENTRIES_LIMIT + 1)), f"more than {ENTRIES_LIMIT} entries"),
@@ -116,6 +117,28 @@ def test_what_is_not_the_releases_archive(
     assert "/srv/crictl.tar.gz" in caught.value.message
     assert "correct binaries.crictl_version or binaries.github_mirror, and sha256.crictl" in caught.value.hint
     assert there(root) == []
+
+
+@pytest.mark.parametrize("damage", [(-8, 1), (-1, 1), (None, 1), (None, 8)])
+def test_damage_after_the_last_program_is_noticed(root: Path, tmp_path: Path, damage: tuple[int | None, int]) -> None:
+    """gzip's checksum and length are at the very end, after zeros that tar does not need."""
+    place, cut = damage
+    whole = bytearray(gzip.compress(packed(entry("crictl")), 1))
+    if place is None:
+        del whole[-cut:]
+    else:
+        whole[place] ^= 1
+    (tmp_path / "archive").write_bytes(whole)
+    with pytest.raises(AgentError, match=r"crictl.tar.gz: not an archive that can be used"):
+        put_programs(CRICTL, str(tmp_path / "archive"), System(no_process).image(str(root)))
+
+
+def test_a_program_is_listed_with_the_digest_that_it_must_have(root: Path, tmp_path: Path) -> None:
+    """So damage of the cached file between its check and its use is found in the machine."""
+    (tmp_path / "kubelet").write_bytes(b"damaged")
+    kubelet = NodeBinary("kubelet", "/srv/kubelet", "0" * 64, "/usr/bin/kubelet")
+    listed = put_programs(kubelet, str(tmp_path / "kubelet"), System(no_process).image(str(root)))
+    assert listed == {"/usr/bin/kubelet": ("0" * 64, len(b"damaged"))}
 
 
 @pytest.mark.parametrize("cut", [5, 300, 700, None])
