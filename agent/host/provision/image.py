@@ -344,12 +344,22 @@ def _reporting_size(layout: str, size: int, system: System, progress: Progress) 
 # Explains failures of skopeo and umoci.
 
 
+NETWORK_HINT = (
+    "check the network to the registry, and the proxy (HTTPS_PROXY, NO_PROXY); without a network, use an oci: or "
+    "docker-archive: image"
+)
 HINTS = (
     (r"no space left on device", "free up space on the file system of /var/lib/machines"),
+    (
+        r"loading tar component|invalid tar header",
+        "decompress it with `gunzip` if it is compressed (skopeo 1.9 cannot); otherwise copy it there again",
+    ),
+    (r"unexpected EOF", "the source is damaged, or the connection broke: run the command again"),
     (
         r"toomanyrequests|[Tt]oo [Mm]any [Rr]equests|([Ss]tatus( ?[Cc]ode)?:?|from registry) (429|5[0-9]{2})\b",
         "the registry limits how much it sends, or has a fault: wait, then run the command again; or use image.mirror",
     ),
+    (r"proxyconnect|Proxy Authentication Required", NETWORK_HINT),
     (
         r"unauthorized|authentication required|denied|status code 403",
         "check the file of image.credentials: `skopeo login --authfile FILE REGISTRY` writes one",
@@ -362,16 +372,11 @@ HINTS = (
         r"x509|tls: |certificate",
         "put the registry's CA as a file *.crt into the directory image.ca_directory, and check this host's clock",
     ),
+    (r"gave HTTP response to HTTPS client", "give the registry a certificate, or use an oci: or docker-archive: image"),
     (r"rejected|signature", "the signature policy refuses the image: see image.signature_policy"),
-    (
-        r"[Dd]igest|[Mm]anifest does not match|tar header|loading tar",
-        "the source is damaged: copy the image there again",
-    ),
-    (
-        r"dial |lookup |[Pp]roxy|HTTPS client|time(d )?out|deadline|reset by peer|EOF",
-        "check the network to the registry, and the proxy (HTTPS_PROXY, NO_PROXY); without a network, use an oci: or "
-        "docker-archive: image",
-    ),
+    (r"[Dd]igest|[Mm]anifest does not match", "the source is damaged: copy the image there again"),
+    (r"no image found in (manifest list|image index)", "use an image for this host's architecture"),
+    (r"dial |lookup |[Pp]roxy|refused|time(d )?out|deadline|reset by peer|EOF", NETWORK_HINT),
 )
 """What to do, by a pattern for the program's message. The first pattern that matches counts."""
 LOG_LINE = re.compile(r'^time="[^"]*" level=(?P<level>\w+) msg="?(?P<text>.*?)"?\s*$')

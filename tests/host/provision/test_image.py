@@ -205,6 +205,12 @@ PULLS = "You have reached your pull rate limit. You may increase it by authentic
         (f"{GET}proxyconnect tcp: dial tcp 10.0.0.1:3128: connect: connection refused", "HTTPS_PROXY"),
         ("dial tcp: lookup r on 10.0.0.1:53: server misbehaving", "check the network"),
         ("write /x: no space left on device", "free up space"),
+        ("loading tar component manifest.json: archive/tar: invalid tar header", "`gunzip`"),
+        ("reading blob from docker-archive:/x.tar: unexpected EOF", "the source is damaged, or the connection broke"),
+        (f"{GET}http: server gave HTTP response to HTTPS client", "give the registry a certificate"),
+        (f"{GET}proxyconnect tcp: tls: first record does not look like a TLS handshake", "HTTPS_PROXY"),
+        ("no image found in manifest list for architecture arm64", "for this host's architecture"),
+        ("pinging container registry: connect: connection refused", "check the network"),
         ("Source image rejected: Running image x is rejected by policy.", "signature"),
     ],
 )
