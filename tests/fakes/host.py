@@ -222,6 +222,8 @@ class Host(System):
         self.pci: Seen[tuple[PciDevice, ...]] = ()
         self.drm: Seen[tuple[DrmDevice, ...]] = ()
         self.failing: dict[str, Exception] = {}
+        self.refusing: dict[str, OSError] = {}
+        """How the kernel refuses a value for a file of its own, by path."""
         self.full: list[str] = []
         """Prefixes of paths on a full disk."""
         self.owners: dict[str, tuple[int, int] | tuple[int, int, int]] = {}
@@ -297,6 +299,11 @@ class Host(System):
         mode, *_ = super().owner(path)
         permissions, uid, *group = self.owners.get(self._in_tree(path), (stat.S_IMODE(mode) & ~0o022, 0))
         return stat.S_IFMT(mode) | permissions, uid, next(iter(group), STAFF)
+
+    def write_kernel(self, path: str, value: str) -> None:
+        if path in self.refusing:
+            raise self.refusing[path]
+        super().write_kernel(path, value)
 
     def has_acl(self, path: str) -> bool:
         return self._in_tree(path) in self.acls

@@ -234,7 +234,8 @@ def _set_sysctl(name: str, value: str, system: System) -> None:
     try:
         system.write_kernel(sysctl_path(name), value)
     except OSError as error:
-        advice = "correct node.host.sysctls, or add the module that has it to node.host.kernel_modules"
+        missing = "correct node.host.sysctls, or add the module that has it to node.host.kernel_modules"
+        advice = missing if error.errno in NOT_FOUND else ""
         raise AgentError(f"cannot set {name} to {value}: {error.strerror}", advice) from error
 
 
@@ -259,7 +260,13 @@ def _swaps(system: System) -> Iterator[Swap]:
 
 def _swap_on(swap: Swap, system: System) -> None:
     priority = ("--priority", str(swap.priority)) if swap.priority >= 0 else ()
-    system.run("swapon", *priority, swap.path, timeout=SWAP_LIMIT)
+    try:
+        system.run("swapon", *priority, swap.path, timeout=SWAP_LIMIT)
+    except CommandError as error:
+        # zram, for example, is set up by its own unit, which swap.target starts. At this point, swap.target is not
+        # masked any longer.
+        hint = "turn it on with `systemctl start swap.target`"
+        raise AgentError(f"cannot use {swap.path} as swap again: {error.message}", hint) from error
 
 
 def _file(path: str, system: System) -> FoundFile | None:

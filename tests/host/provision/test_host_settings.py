@@ -41,6 +41,8 @@ class Kernel(ScriptedRunner):
         self.swaps = {"/dev/sda2": -2, "/swap\\040\u00a0file": 5}
         self.busy: set[str] = set()
         """Modules that cannot be unloaded."""
+        self.unready: set[str] = set()
+        """Swaps that something else has to set up first."""
         self.host = host = Host(tree, runner=self)
         host.file(RELEASE, "6.1.0\n")
         host.file("/lib/modules/6.1.0/modules.builtin", "kernel/fs/overlayfs/overlay.ko\n")
@@ -66,6 +68,8 @@ class Kernel(ScriptedRunner):
                     self.host.remove_tree("/proc/sys/net/bridge")
             case ("swapoff", path):
                 del self.swaps[path.replace(" ", "\\040")]
+            case ("swapon", *_, path) if path in self.unready:
+                return Completed(255, b"", b"swapon: read swap header failed")
             case ("swapon", *options, path):
                 self.swaps[path.replace(" ", "\\040")] = int(options[1]) if options else -3
             case ("systemctl", "daemon-reload"):
@@ -178,10 +182,27 @@ def test_undoing_goes_on_after_a_failure(host: Host, kernel: Kernel) -> None:
     assert kernel.swaps
 
 
+def test_a_swap_that_its_own_unit_sets_up(host: Host, kernel: Kernel) -> None:
+    found = observe_host(goal(), host)
+    apply_host(goal(), found, host)
+    kernel.unready.add("/dev/sda2")
+    with pytest.raises(AgentError, match=r"cannot use /dev/sda2 as swap again: .*`systemctl start swap\.target`"):
+        undo_host(found, host)
+
+
 def test_a_parameter_that_the_kernel_does_not_have(host: Host, kernel: Kernel) -> None:
     wanted = goal(sysctls={"net.odd.setting": "1"})
     with pytest.raises(AgentError, match=r"cannot set net\.odd\.setting to .*kernel_modules"):
         apply_host(wanted, observe_host(wanted, host), host)
+
+
+def test_a_parameter_that_the_kernel_refuses(host: Host) -> None:
+    """No module has it, so advice about modules would mislead."""
+    state = observe_host(goal(), host)
+    host.refusing[sysctl_path("vm.overcommit_memory")] = OSError(errno.EINVAL, "Invalid argument")
+    with pytest.raises(AgentError, match=r"Invalid argument") as caught:
+        apply_host(goal(), state, host)
+    assert "kernel_modules" not in str(caught.value)
 
 
 def test_nodes_of_one_host_share_its_settings() -> None:
