@@ -126,9 +126,12 @@ def foreign_specs(context: Context) -> tuple[ForeignSpec, ...]:
     """Return all specifications that the agent did not write, as they were when a step first asked for them."""
     if NOTE not in context.once:
         reader, specs = _Reader(context, context.notes.load(NOTE)), list[ForeignSpec]()
-        for directory, outranked in _directories(context).items():
-            specs += [spec._replace(outranked=outranked) for spec in reader.read_directory(directory)]
-        context.notes.save(NOTE, reader.notes)
+        try:
+            for directory, outranked in _directories(context).items():
+                specs += [spec._replace(outranked=outranked) for spec in reader.read_directory(directory)]
+        finally:
+            # Even if a directory cannot be read: files must not be parsed again in each run.
+            context.notes.save(NOTE, reader.notes)
         context.once[NOTE] = tuple(specs)
     found: tuple[ForeignSpec, ...] = context.once[NOTE]
     return found
@@ -263,7 +266,15 @@ class _Reader:
             if time.monotonic() > self._deadline:
                 why = f"is NotChecked yet: a run takes {TIME_LIMIT:.0f} s at most to check new files"
                 return ForeignSpec(path, fault=why, checked=False)
-            listed, fault = _names(content)
+            try:
+                listed, fault = _names(content), ""
+            except DocumentError as error:
+                listed, fault = [], f"cannot be read: {error}"
+                # PyYAML may be installed later. The file is the same then.
+                if isinstance(error.__cause__, ImportError):
+                    return ForeignSpec(path, fault=fault, checked=False)
+            except OSError as error:
+                listed, fault = [], f"is NotChecked: {error.strerror}"
             noted = {"digest": digest, "devices": listed, "fault": fault}
         self.notes[path] = noted
         if noted["fault"]:
@@ -274,22 +285,19 @@ class _Reader:
         return ForeignSpec(path, devices, "" if devices else "is not a valid CDI specification, so runtimes skip it")
 
 
-def _names(content: bytes) -> tuple[list[str], str]:
-    """Return the qualified names of a specification's devices, and why they cannot be told, if so."""
-    try:
-        listed = device_names(content.decode(errors="surrogateescape"))
-    except DocumentError as error:
-        return [], f"cannot be read: {error}"
+def _names(content: bytes) -> list[str]:
+    """Return the qualified names of a specification's devices. Raises DocumentError, or OSError for too many."""
+    listed = device_names(content.decode(errors="surrogateescape"))
     if len(listed) > DEVICES or sum(map(len, listed)) > SIZE_LIMIT:
-        return [], f"is NotChecked: it has more than {DEVICES} devices, or their names are too long"
-    return [name for name in listed if len(name) <= LONGEST_NAME] or [quoted(name) for name in listed[:1]], ""
+        raise OSError(errno.EFBIG, f"it has more than {DEVICES} devices, or their names are too long")
+    return [name for name in listed if len(name) <= LONGEST_NAME] or [quoted(name) for name in listed[:1]]
 
 
 def _content(system: System, path: str, limit: int) -> bytes:
     """Return the file's content. Raises OSError.
 
     A link is followed only to a world-readable file. Otherwise a pod that may write in the directory could link to a
-    secret, and the tool's error, which the report contains, would quote it.
+    secret, and the names that are found in it, which the report contains, would quote it.
     """
     if system.read_link(path) is None:
         return system.read_untrusted(path, limit)[0]

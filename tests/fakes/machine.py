@@ -112,6 +112,10 @@ class Machine(System):
         # mount(2) needs root too.
         return path in self.mounts or super().is_mount(path)
 
+    def some_entries(self, path: str, limit: int) -> tuple[str, ...]:
+        self.before_list(path)
+        return super().some_entries(path, limit)
+
     def entries(self, path: str) -> tuple[str, ...]:
         self.before_list(path)
         return super().entries(path)

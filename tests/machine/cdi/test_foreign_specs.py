@@ -1,11 +1,14 @@
 """CDI specifications of other programs: how they affect the agent's devices, and what is reported."""
 
+import builtins
+import errno
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,7 @@ from agent.machine.containerd_tables import CRI_2, MAIN
 from agent.machine.foreign_specs import NOTE, SIZE_LIMIT
 from agent.machine.notes import Notes
 from agent.machine.run import run
-from tests.fakes.machine import Machine, recorded_spec
+from tests.fakes.machine import Machine, failing, recorded_spec
 
 SPEC = "/etc/cdi/nvidia.yaml"
 REFRESHED = "/var/run/cdi/nvidia.yaml"
@@ -235,6 +238,34 @@ def test_a_changed_file_is_checked_again(machine: Machine) -> None:
     for name, expected in (("site-0", ("True", "Verified")), ("0", ("False", "Shadowed"))):
         machine.put("/var/run/cdi/site.yaml", spec(name))
         assert condition(machine)[:2] == expected
+
+
+def test_a_file_in_yaml_is_read_as_soon_as_pyyaml_is_installed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported = builtins.__import__
+
+    def without(name: str, *arguments: Any) -> Any:  # noqa: ANN401
+        if name == "agent.vendors.cdi_yaml":
+            raise ImportError(name)
+        return imported(name, *arguments)
+
+    machine.put(REFRESHED, spec("0"))
+    with monkeypatch.context() as patched:
+        patched.setattr(builtins, "__import__", without)
+        status, reason, message = condition(machine)
+    assert (status, reason) == ("True", "Verified")
+    assert f"{REFRESHED} cannot be read: not JSON, and PyYAML cannot be loaded" in message
+    assert condition(machine)[:2] == ("False", "Shadowed")
+
+
+def test_what_is_known_is_noted_if_a_directory_cannot_be_read(machine: Machine) -> None:
+    """All files were parsed again in each run."""
+    machine.put(OTHER, spec("9"))
+    machine.put(REFRESHED, spec("8"))
+    machine.before_list = failing(errno.EIO, "/var/run/cdi")
+    assert condition(machine)[:2] == ("False", "Failed")
+    assert known(machine) == 1
 
 
 def test_attack_many_files_do_not_keep_a_run_from_its_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
