@@ -334,7 +334,8 @@ class Sieve:
         for gid in items(kept, "additionalGids"):
             if type(gid) is not int or gid not in groups:
                 self._stays((Fault(f"additional group {gid!r}, which no granted device node has"),))
-        return kept | {key: value for key, value in found.items() if key in kept}
+        # Keys that are empty now are dropped: a mode's specification may not have all of them.
+        return {key: found.get(key, value) for key, value in kept.items() if found.get(key, True)}
 
     def _known(self, part: dict[str, Any], keys: frozenset[str], of: str = "") -> dict[str, Any]:
         """Return the object without unknown keys. `of` ends the messages, and names the object."""

@@ -338,6 +338,7 @@ def test_modes_of_a_later_toolkit(machine: Machine, mode: str) -> None:
     assert VOID in spec_of(machine, published(mode)[1:])["containerEdits"]["mounts"]
     later = recorded(mode) | {"next": 1}
     later["containerEdits"].update(env=[*later["containerEdits"]["env"], "CUDA_NEW=1"], intelRdt={"closID": "x"})
+    later["containerEdits"].setdefault("hooks", []).append(hook("chmod", "--path", "/dev/dri"))
     later["devices"][0]["containerEdits"].setdefault("hooks", []).append(hook("chmod", "--path", "/dev/dri"))
     answer(machine, {mode: later}, "1.21.0")
     machine.put("/usr/bin/nvidia-ctk", "changed")
