@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from agent.model.contract import AllocatableDevice
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, ExitCodeError
 from agent.model.text import whole_number
 from agent.system.files import System
 from agent.vendors.dra_vendor import FACTS_LIMIT, Attribute, DeviceFacts, DraVendor, semantic_version
@@ -41,7 +41,11 @@ def read_facts(
         for gpu, values in rows.items()
     }
     profiles = list_profiles(system, remaining()) if any(each.partition for each in devices) else {}
-    cuda = CUDA.search(system.run(NVIDIA_SMI, "--version", timeout=remaining()))
+    try:
+        cuda = CUDA.search(system.run(NVIDIA_SMI, "--version", timeout=remaining()))
+    except ExitCodeError:
+        # A failed GPU must not cost the others what was read of them.
+        cuda = None
     versions = {"driverVersion": driver_version, "cudaDriverVersion": cuda[1] if cuda else ""}
     return {each: _facts(each, gpus.get(each.pci_address, {}), profiles, versions) for each in devices}
 

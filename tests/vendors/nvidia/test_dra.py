@@ -75,7 +75,7 @@ def test_one_failed_gpu_does_not_hide_the_others(tmp_path: Path) -> None:
     other = AllocatableDevice("0000:02:00.0", ("nvidia.com/gpu=1",))
 
     def run(argv: tuple[str, ...], timeout: float) -> Completed:
-        if argv[1].startswith("--query") or "--id=0000:02:00.0" in argv:
+        if argv[1].startswith("--query") or "--id=0000:02:00.0" in argv or argv[1] == "--version":
             return Completed(15, b"Unable to determine the device handle for GPU0: GPU is lost.", b"")
         return answers()(argv, timeout)
 
