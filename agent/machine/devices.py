@@ -47,10 +47,15 @@ OPEN_ERRORS = {
     errno.ENODEV: (Reason.NO_DRIVER, "the driver knows no such device: see `dmesg` on the host"),
     errno.EIO: (
         Reason.GPU_FAILED,
-        "the driver could not initialise the GPU: reset it, for which `unbounded-agent doctor` on the host has the "
-        "commands",
+        "the driver could not initialise the GPU: reset it, then run `unbounded-agent gpus attach {gpu}` on the host, "
+        "or reboot the host; `unbounded-agent doctor` there has the commands",
     ),
     errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, "it did not open in time: see `dmesg` on the host"),
+    errno.EAGAIN: (
+        Reason.OPEN_FAILED,
+        "the machine has reached its limit of memory or processes, or the driver is resetting a GPU: see `dmesg` on "
+        "the host",
+    ),
 }
 """The condition's reason, and the end of its message, by the errno of open(2)."""
 OTHER_ERROR = (Reason.OPEN_FAILED, "see `dmesg` on the host")
@@ -112,7 +117,8 @@ def check_devices(context: Context, request: Request, kernel_paths: Collection[s
     reason = Reason.WRONG_NODE if wrong else failed[0][2]
     sentences = [*wrong.values()]
     sentences += [
-        f"{path} does not open ({errno.errorcode.get(code, code)}): {advice}" for path, code, _, advice in failed
+        f"{path} does not open ({errno.errorcode.get(code, code)}): {advice.format(gpu=gpus[path] or 'PCI-ADDRESS')}"
+        for path, code, _, advice in failed
     ]
     concerned = dict.fromkeys(gpus[path] for path in (*wrong, *(path for path, *_ in failed)))
     return false(KIND, reason, "; ".join(sentences), concerned if all(concerned) else ())

@@ -310,7 +310,9 @@ def usable_number(
     else:
         wanted = " or ".join(f"major {each}" if minor is None else f"{each}:{minor}" for each in sorted(majors))
         is_now = f"is {number.major}:{number.minor}"
-        why = f"{is_now}, but the driver uses {wanted}; remove the node and create it again"
+        # The kernel itself makes the nodes of other drivers, when they are loaded.
+        how = "create it again" if path.startswith("/dev/nvidia") else "load the driver again"
+        why = f"{is_now}, but the driver uses {wanted}; remove the node and {how}"
     problems[path] = f"{path}: {why}"
     return None
 

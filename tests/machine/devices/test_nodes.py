@@ -316,6 +316,12 @@ def test_a_gpu_that_does_not_open_is_the_only_one_that_the_fault_concerns(
     machine.program("open_nodes", opening(errno.EIO, *paths))
     assert machine.verdict("DevicesAllowed") == ("False", "GPUFailed")
     assert gpus_of(machine, "DevicesAllowed") == gpus
+    # Only then is the node opened again.
+    assert all(f"`unbounded-agent gpus attach {gpu}` on the host" in machine.message("DevicesAllowed") for gpu in gpus)
+    machine.program("open_nodes", opening(errno.EAGAIN, *paths))
+    Notes(machine).save("opened-nvidia", {})
+    assert machine.verdict("DevicesAllowed") == ("False", "OpenFailed")
+    assert "(EAGAIN): the machine has reached its limit of memory or processes" in machine.message("DevicesAllowed")
 
 
 def test_a_missing_node_does_not_keep_the_others_from_being_tried(tmp_path: Path) -> None:

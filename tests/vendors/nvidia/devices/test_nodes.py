@@ -11,7 +11,7 @@ from agent.vendors.nvidia.devices import Information, parse_information
 from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.host import PROC_DEVICES, Host
 
-CREATE_AGAIN = "remove the node and create it again"
+CREATE_AGAIN, LOAD_AGAIN = (f"remove the node and {how} again" for how in ("create it", "load the driver"))
 
 
 def observe(host: Host) -> VendorFacts:
@@ -93,7 +93,7 @@ def test_optional_nodes(host: Host) -> None:
         ("/dev/nvidia0", 195, 3, f"/dev/nvidia0: is 195:3, but the driver uses 195:0; {CREATE_AGAIN}"),
         ("/dev/nvidiactl", 195, 254, f"/dev/nvidiactl: is 195:254, but the driver uses 195:255; {CREATE_AGAIN}"),
         ("/dev/nvidia7", 195, 7, "/dev/nvidia7: the driver has no GPU with minor 7; ignoring the leftover node"),
-        ("/dev/dri/card1", 29, 1, f"/dev/dri/card1: is 29:1, but the driver uses major 226; {CREATE_AGAIN}"),
+        ("/dev/dri/card1", 29, 1, f"/dev/dri/card1: is 29:1, but the driver uses major 226; {LOAD_AGAIN}"),
     ],
 )
 def test_nodes_with_wrong_numbers_are_refused(host: Host, path: str, major: int, minor: int, expected: str) -> None:
