@@ -196,7 +196,7 @@ def argument(command_line: bytes, name: str) -> str:
 DUMP_MIGRATES = (2, 0, 6)
 """The first containerd 2 whose `config dump` prints the configuration that the daemon uses (see effective_config)."""
 IMPORTS = re.compile(r"^[ \t]*imports[ \t]*=[ \t]*\[", re.MULTILINE)
-ENDS = 8
+ENDS = 64
 """How many brackets after IMPORTS may be the end of the list. Others are in comments and patterns."""
 SAME_IN_GO = r"([^\[\]\\]|\[([A-Za-z0-9_.]|[A-Za-z0-9]-[A-Za-z0-9])+\])*"
 """Matches the patterns that mean the same to fnmatch and to Go's filepath.Match, which negates with `[^` instead of
@@ -266,7 +266,8 @@ def with_import(text: bytes, pattern: str) -> bytes:
             with contextlib.suppress(DocumentError):
                 if parse(MAIN, edited) == document:
                     return edited
-    raise DocumentError(f"{MAIN}: its imports cannot be edited", f'add "{pattern}" to its list `imports`')
+    why = f"its imports are no plain list with fewer than {ENDS} brackets"
+    raise DocumentError(f"{MAIN}: cannot be edited: {why}", f'add "{pattern}" to its list `imports`')
 
 
 def put(system: System, files: Mapping[str, bytes | None]) -> None:

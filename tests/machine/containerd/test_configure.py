@@ -356,6 +356,9 @@ def test_the_import_is_added_and_nothing_else_changes() -> None:
         edited = with_import(listed.encode(), IMPORT).decode()
         assert tomllib.loads(edited)["imports"] == ["/a.toml", IMPORT]
         assert [line for line in edited.splitlines() if IMPORT not in line] == listed.splitlines()
+    patterns = [f"/{number}[a-z].toml" for number in range(20)]
+    edited = with_import(f"imports = {json.dumps(patterns)}\n".encode(), IMPORT).decode()
+    assert tomllib.loads(edited)["imports"] == [*patterns, IMPORT]
 
 
 # Tables in an unusual order, which containerd accepts. Before them, the cases have a comment with a bracket, a list of
@@ -1202,7 +1205,7 @@ def test_the_import_is_added_to_a_long_main_file_at_once(text: str) -> None:
 
 
 def test_imports_in_another_form_are_left_alone() -> None:
-    with pytest.raises(DocumentError, match=r'cannot be edited \(add "/x" to its list `imports`\)'):
+    with pytest.raises(DocumentError, match=r'cannot be edited: its imports .* \(add "/x" to its list `imports`\)'):
         with_import(b'"imports" = []\n', "/x")
 
 
