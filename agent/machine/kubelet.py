@@ -284,8 +284,10 @@ def _with_plugin_spec(system: System, vendor: MachineVendor, request: Request, a
         problems = (f"it is not JSON: {error}",)
     if not problems:
         return advertised._replace(message=f"{advertised.message}; the plugin's own {vendor.plugin_spec} is in order")
-    why = f"the device plugin's own {vendor.plugin_spec} is out of date: {first_of(problems, PROBLEMS_SHOWN, '; ')}"
-    return false(KIND, Reason.PLUGIN_SPEC_OUTDATED, f"{why}; restart its pod, which writes the file again")
+    what = f"the device plugin's own CDI specification {vendor.plugin_spec} is out of date"
+    why = f"{what}: {first_of(problems, PROBLEMS_SHOWN, '; ')}"
+    advice = "restart its pod, which writes the file again, or remove it if the plugin uses another strategy now"
+    return false(KIND, Reason.PLUGIN_SPEC_OUTDATED, f"{why}; {advice}")
 
 
 # If `restart_device_plugin` is set, the plugin's container is stopped through the CRI, and the kubelet starts it again,

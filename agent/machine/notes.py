@@ -135,7 +135,7 @@ class Owned:
             raise AgentError(
                 f"cannot tell which files in this machine the agent wrote: {self._fault}",
                 "if both copies of the record stay unreadable, remove them, and then the files that CDISpecCurrent and "
-                "RuntimeConfigured name at the next run",
+                "RuntimeConfigured name at the next run; the run after that writes them again",
             )
         return frozenset(self._recorded)
 

@@ -1,7 +1,7 @@
 """The interface of a vendor to the machine half.
 
-All methods are pure, except `generate`, `generate_mode`, `query_fabric`, and `plugin_spec_problems`, which
-calls the given `exists`.
+All methods are pure, except `generate`, `generate_mode`, `query_fabric`, and `plugin_spec_problems`, which calls the
+given `exists`.
 A vendor's `machine.py` imports no third-party package. A method that needs such a package imports it when called.
 """
 

@@ -191,6 +191,7 @@ def test_the_advice_for_two_damaged_copies_helps(machine: Machine) -> None:
     with pytest.raises(AgentError, match=r"owned\.json is damaged; .*owned\.json\.copy is damaged") as raised:
         Owned(machine).has(SPEC)
     assert "if both copies of the record stay unreadable, remove them" in str(raised.value)
+    assert "the run after that writes them again" in str(raised.value)
     for path in (OWNED, OWNED_COPY):
         machine.remove(path)
     run(machine)

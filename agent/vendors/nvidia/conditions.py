@@ -215,7 +215,7 @@ NEEDED_BY_ALL = {
     DeviceKind.UVM: ("/dev/nvidia-uvm", "nvidia-modprobe -u -c 0"),
 }
 NOT_REPORTED = FabricReport()
-DOCTOR_KNOWS = "`unbounded-agent doctor` has the commands"
+DOCTOR_KNOWS = "`unbounded-agent doctor` on the host has the commands"
 OWN_FABRIC_MANAGER = "nv-fabricmanager runs, but not as this host's service"
 REINSTALL = "install the driver's user-space packages again and run ldconfig"
 
@@ -442,8 +442,8 @@ def _persistence_mode(daemon: Seen[str], grant: Grant, report: FabricReport) -> 
             inferred = unknown(kind, Reason.OBSERVATION_FAILED, why)
         case state:
             first = f"{state.why}; then " if isinstance(state, Broken) else ""
-            what = "nvidia-persistenced.service is not running, so the driver shuts down GPUs that nobody uses"
-            what += f"; {first}run `{ENABLE_PERSISTENCE}`"
+            what = "nvidia-persistenced.service is not running: unless somebody ran `nvidia-smi -pm 1`, the driver "
+            what += f"shuts down GPUs that nobody uses; {first}run `{ENABLE_PERSISTENCE}`"
             inferred = false(kind, Reason.DAEMON_NOT_RUNNING, what)
     said = {each.gpu: each.persistence for each in report.answers if each.persistence in ("Enabled", "Disabled")}
     off = [gpu for gpu in grant.gpus if said.get(gpu) == "Disabled"]

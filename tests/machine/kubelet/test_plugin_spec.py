@@ -92,7 +92,9 @@ def test_a_fault_is_named_and_the_file_left_alone(kubelet: Kubelet, name: str) -
     kubelet.machine.put(SPEC, text := json.dumps(spec))
     assert kubelet.condition() == ("False", "PluginSpecOutdated")
     assert said in kubelet.message()
+    assert kubelet.message().startswith(f"the device plugin's own CDI specification {SPEC} is out of date: ")
     assert "restart its pod" in kubelet.message()
+    assert kubelet.message().endswith(" or remove it if the plugin uses another strategy now")
     assert kubelet.machine.read_text(SPEC) == text
     assert kubelet.machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
 

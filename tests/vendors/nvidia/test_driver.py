@@ -178,7 +178,7 @@ def test_adapters_are_read_once(host: Host) -> None:
             "but not in persistence mode: 0000:02:00.0;",
         ),
         (Unseen("no answer"), ("Disabled", "Disabled"), ("False", "PersistenceDisabled"), "0000:01:00.0"),
-        ("inactive", ("Disabled", "Disabled"), ("False", "DaemonNotRunning"), "is not running"),
+        ("inactive", ("Disabled", "Disabled"), ("False", "DaemonNotRunning"), "unless somebody ran `nvidia-smi -pm 1`"),
         # Somebody ran `nvidia-smi -pm 1`.
         ("inactive", ("Enabled", "Enabled"), ("True", "PersistenceEnabled"), "2 GPUs in persistence mode"),
         (Unseen("no answer"), ("Enabled", "Enabled"), ("True", "PersistenceEnabled"), "2 GPUs"),

@@ -47,7 +47,7 @@ def test_nova_is_blacklisted_by_the_names_of_its_modules(bound: Host, holders: t
     """Ubuntu 26.04 (beclab/Olares issue 3963): `blacklist NovaCore` did nothing."""
     bind(bound, "NovaCore", "nova_core", holders)
     message, lines = advice(bound)
-    assert message == "the GPUs have kernel driver NovaCore; `unbounded-agent doctor` has the commands"
+    assert message == "the GPUs have kernel driver NovaCore; `unbounded-agent doctor` on the host has the commands"
     assert [line for line in lines if "blacklist " in line] == [
         "echo 'blacklist nova_core' >> /etc/modprobe.d/blacklist-gpu.conf",
         "echo 'blacklist nova_drm' >> /etc/modprobe.d/blacklist-gpu.conf",
