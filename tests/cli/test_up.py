@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
-from agent.host.provision.host_settings import NO_SWAP
+from agent.host.provision.host_settings import NO_SWAP, SYSCTLS
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.provision.up import Provisioner
 from agent.model.contract import parse_node_files
@@ -24,14 +24,17 @@ from agent.model.paths import (
     AS_FOUND,
     BINARIES,
     MACHINE_ROOTS,
+    MANIFESTS,
     NODE_FILES,
     STATE,
     TREES,
     machine_root,
     node_record,
     nspawn_file,
+    rewritten_nspawn,
     unit_drop_in,
 )
+from agent.system.files import temporary_path
 from tests.fakes.archives import entry, packed
 from tests.fakes.clock import Clock
 from tests.fakes.command import Capture, command
@@ -420,11 +423,15 @@ def test_the_next_up_ends_in_the_same_state(undisturbed: dict[str, bytes], host:
 def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: Capture) -> None:
     before, network = tree(host), host.network.now
     assert run(host) == 0
+    for path in (SYSCTLS, nspawn_file(MACHINE), unit_drop_in(MACHINE)):
+        host.file(temporary_path(path), b"what a killed process has written until then")
+    host.file(rewritten_nspawn(MACHINE), b"what the unit has written until its shell was killed")
+    manifest = temporary_path(f"{MANIFESTS}/0.json")
+    host.file(manifest, b"what a killed process has written until then")
     assert undo(host) == 0
     assert tree(host) == before
     assert host.network.now == network
-    assert not host.exists(AS_FOUND[0])
-    assert not host.exists(node_record(MACHINE))
+    assert [path for path in (manifest, AS_FOUND[0], node_record(MACHINE)) if host.exists(path)] == []
     assert not host.exists(f"/run/unbounded-agent/machines/{MACHINE}")
     for made in (WANTS, posixpath.dirname(unit_drop_in(MACHINE))):
         assert not host.exists(made), "this directory was made for the node"

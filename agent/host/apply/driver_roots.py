@@ -231,7 +231,10 @@ def remove_root(index: int, system: System) -> None:
     elif HOST_NVIDIA not in mounted(system, OVERLAY):
         _move(driver_root(index), removed, system)
     # Remove the manifest only after the move: a driver root that is a plain directory is found only by its manifest.
-    system.remove_tree(f"{MANIFESTS}/{index}.json")
+    manifest = f"{MANIFESTS}/{index}.json"
+    system.remove_tree(manifest)
+    # A killed writer left it. Nobody writes this manifest again.
+    system.remove_temporary(manifest)
     clear((removed,), system, REMOVAL_LIMIT)
 
 

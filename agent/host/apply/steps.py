@@ -43,6 +43,7 @@ from agent.model.paths import (
     live_file,
     machine_of,
     machine_unit,
+    rewritten_nspawn,
     started_drop_in,
     started_nspawn,
     token_file,
@@ -242,10 +243,13 @@ def write_file(action: WriteFile, system: System, _: Progress = lambda _: None) 
 def _remove_file(action: RemoveFile, system: System, _: Progress) -> None:
     _record_pending_reload(action.path, system)
     system.remove(action.path)
+    # What killed writers left: nobody else writes the file again, and removes it then.
+    system.remove_temporary(action.path)
     if (machine := machine_of(action.path)) is not None:
         # It was a machine's settings file. If the machine is now started without the agent's settings, that start makes
         # no new records of the start; once the machine is configured again, the old ones would be taken for them.
-        for record in (live_file(machine), started_nspawn(machine), started_drop_in(machine)):
+        records = (live_file(machine), started_nspawn(machine), started_drop_in(machine))
+        for record in (*records, rewritten_nspawn(machine)):
             system.remove(record)
 
 

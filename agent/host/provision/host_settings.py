@@ -200,6 +200,7 @@ def undo_host(found: HostState, system: System) -> None:
     steps: list[Callable[[], object]] = []
     changed = [path for path, file in found.files.items() if _file(path, system) != file]
     steps += [partial(_restore, path, found.files[path], system) for path in changed]
+    steps += [partial(system.remove_temporary, path) for path in found.files]
     steps += [partial(system.remove_empty_directory, each) for each in reversed(found.absent_directories)]
     steps.append(partial(_reload, changed, system))
     steps += [partial(_set_sysctl, name, value, system) for name, value in found.sysctls.items() if value is not None]
