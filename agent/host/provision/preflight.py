@@ -20,7 +20,7 @@ from agent.host.provision.image import UNPACKED
 from agent.host.provision.node_files import NETWORK_WANTED, NodeRecord, cluster_ca, node_names, read_token
 from agent.host.provision.plan import made_nodes, observe_node
 from agent.model.errors import AgentError
-from agent.model.facts import Absent, Facts
+from agent.model.facts import Absent, Facts, Unseen
 from agent.model.node import Check, NodeBinary
 from agent.model.paths import MACHINE_ROOTS
 from agent.system.files import System
@@ -85,6 +85,8 @@ def _systemd(facts: Facts) -> str:
 
 def _cgroups(system: System) -> str:
     found = read_seen(system.read_text, CONTROLLERS)
+    if isinstance(found, Unseen):
+        raise AgentError(f"cgroup v2 controllers: {found.why}", "run this as root, on the host itself")
     missing = NEEDED_CONTROLLERS - set(found.split()) if isinstance(found, str) else ()
     if missing or not isinstance(found, str):
         what = found.why if not isinstance(found, str) else f"{', '.join(sorted(missing))} are missing"
@@ -245,11 +247,16 @@ def check_network(machine: str, settings: MachineSettings, system: System) -> li
 #
 # A kubelet may give its own Node only some of the labels in Kubernetes' namespaces, and may not change the Node's
 # taints after the registration (NodeRestriction in Kubernetes' plugin/pkg/admission/noderestriction). Only an
-# administrator can set other labels or change the taints, with kubectl. Here are the namespaces that people try; for
-# the others, the kubelet's log has a good message.
+# administrator can set other labels or change the taints, with kubectl. With a label that it may not set, a kubelet
+# ends at its start.
 
 
-FORBIDDEN_LABELS = re.compile(r"(.+\.)?node-(role|restriction)\.kubernetes\.io/")
+OWN_LABELS = re.compile(
+    r"(beta\.)?kubernetes\.io/(arch|os)|kubernetes\.io/hostname|(beta|node)\.kubernetes\.io/instance-type|"
+    r"(failure-domain\.beta|topology)\.kubernetes\.io/(region|zone)|(.+\.)?(kubelet|node)\.kubernetes\.io/.+"
+)
+"""Labels of Kubernetes that a kubelet may give its own Node (k8s.io/kubelet/pkg/apis/well_known_labels.go)."""
+RESERVED_LABELS = re.compile(r"(.+\.)?(kubernetes|k8s)\.io/")
 PROTECTED = (
     *("apiVersion", "kind", "authentication.x509.clientCAFile", "cgroupDriver", "clusterDNS", "clusterDomain"),
     *("containerRuntimeEndpoint", "failSwapOn", "registerNode", "registerWithTaints", "rotateCertificates"),
@@ -268,7 +275,7 @@ def _refused(machine: str, settings: MachineSettings, node: NodeSettings) -> Ite
     """Yield what is wrong with one node."""
     kubelet, where = node.kubelet, f"machines.{machine}.node.kubelet"
     for key, value in sorted(kubelet.labels.items()):
-        if FORBIDDEN_LABELS.match(key):
+        if RESERVED_LABELS.match(key) and not OWN_LABELS.fullmatch(key):
             command = f"kubectl label node {node.name or 'NODE'} --overwrite {key}={value}"
             advice = f"remove it there; when the node has joined, run `{command}` with the rights of an administrator"
             yield Check("labels", f"{where}.labels: no kubelet may give its own Node the label {key}", advice)

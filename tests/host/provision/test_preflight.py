@@ -168,5 +168,8 @@ def test_a_missing_controller_is_named(gpu_host: Host, controllers: str, wrong: 
     gpu_host.file("/sys/fs/cgroup/cgroup.controllers", f"{controllers}\n")
     for name in PROGRAMS:
         gpu_host.file(f"/usr/bin/{name}", executable=True)
-    checks = check_host(reconciler(gpu_host).preview()[0], gpu_host, makes_root=True)
+    facts = reconciler(gpu_host).preview()[0]
+    checks = check_host(facts, gpu_host, makes_root=True)
     assert [check.message for check in checks if not check.passed] == wrong
+    gpu_host.failing["/sys/fs/cgroup/cgroup.controllers"] = PermissionError(errno.EACCES, "Permission denied")
+    assert "(run this as root" in failed(check_host(facts, gpu_host, makes_root=True))["cgroups"], "no reboot helps"

@@ -17,12 +17,25 @@ def messages(**nodes: dict[str, Any]) -> list[str]:
     return [f"{each.name}: {each.message} ({each.advice})" for each in refusals(config(**nodes))]
 
 
-@pytest.mark.parametrize("label", ["rack", "x.example.com/a", "topology.kubernetes.io/zone", "node.kubernetes.io/pool"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        *("rack", "x.example.com/a", "notk8s.io/a", "topology.kubernetes.io/zone", "node.kubernetes.io/pool"),
+        *("kubernetes.io/os", "beta.kubernetes.io/instance-type", "a.kubelet.kubernetes.io/b"),
+        *("failure-domain.beta.kubernetes.io/region", "kubernetes.io/hostname"),
+    ],
+)
 def test_labels_that_a_kubelet_may_give_itself(label: str) -> None:
     assert messages(a={"kubelet": {"labels": {label: ""}}}) == []
 
 
-@pytest.mark.parametrize("label", ["node-role.kubernetes.io/x", "a.node-restriction.kubernetes.io/team"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        *("node-role.kubernetes.io/x", "a.node-restriction.kubernetes.io/team", "kubernetes.io/x", "k8s.io/x"),
+        *("topology.kubernetes.io/rack", "beta.kubernetes.io/x", "a.k8s.io/x", "kubernetes.io/hostnames"),
+    ],
+)
 def test_labels_that_only_an_administrator_may_set(label: str) -> None:
     (message,) = messages(a={"kubelet": {"labels": {label: ""}}})
     assert f"the label {label}" in message
