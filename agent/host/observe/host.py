@@ -243,8 +243,10 @@ def parse_listing(output: str) -> Listing | Broken:
     lines = [line for line in body.split("\n") if line and not line.startswith(FOOTER)]
     if len(lines) < int(match[1]):
         return Broken(f"ldconfig -p: the output lists only {len(lines)} of {match[1]} libraries")
-    # Lines of an unknown form are left out.
+    # Some lines of an unknown form are left out. If no line has the known one, glibc has a new one.
     parsed = [each for each in map(LINE.fullmatch, lines) if each]
+    if lines and not parsed:
+        return Broken(f"ldconfig -p: no line has the known form; the first is {lines[0][:80]!r}")
     return tuple(CacheEntry(each["soname"], _architecture(each["tags"]), each["path"]) for each in parsed)
 
 

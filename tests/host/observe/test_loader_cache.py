@@ -70,8 +70,11 @@ def test_broken_lines_are_skipped_and_counted() -> None:
 
 @pytest.mark.parametrize(
     "output",
-    ["", "187 Bibliotheken im Cache »/etc/ld.so.cache« gefunden\n", DEBIAN[: len(DEBIAN) // 2], DEBIAN[5:]],
-    ids=["nothing", "translated", "cut short", "garbled"],
+    [
+        *("", "187 Bibliotheken im Cache »/etc/ld.so.cache« gefunden\n", DEBIAN[: len(DEBIAN) // 2], DEBIAN[5:]),
+        DEBIAN.replace(" => ", " -> "),
+    ],
+    ids=["nothing", "translated", "cut short", "garbled", "a new form"],
 )
 def test_an_incomplete_listing_is_broken(output: str) -> None:
     assert isinstance(parse_listing(output), Broken)
