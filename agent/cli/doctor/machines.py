@@ -99,7 +99,11 @@ REMEDIES: Mapping[str | tuple[ConditionType, str], tuple[str, ...]] = {
     ),
     Reason.DRIVER_HIDDEN: (f"{RESTART}; if CDISpecCurrent says that the operating system blocks the GPUs",),
     # Drivers and GPUs.
-    Reason.MODULE_NOT_LOADED: ("modprobe DRIVER, as named above", KERNEL_LOG),
+    Reason.MODULE_NOT_LOADED: (
+        "modprobe DRIVER, as named above",
+        KERNEL_LOG,
+        "apt install linux-headers-$(uname -r) && dkms autoinstall -k $(uname -r)  # if this kernel has no module",
+    ),
     Reason.MODULE_BROKEN: ("reinstall the driver's packages, then:", *REBOOT),
     Reason.WRONG_DRIVER: (LIST_DRIVERS,),
     Reason.GPU_WITHOUT_DRIVER: (LIST_DRIVERS, KERNEL_LOG),
@@ -202,7 +206,10 @@ REMEDIES: Mapping[str | tuple[ConditionType, str], tuple[str, ...]] = {
 itself, or its message names the condition to see."""
 
 OFFERED: Mapping[str, tuple[str, ...]] = dict.fromkeys(
-    (Reason.NOT_REGISTERED, Reason.GPUS_MISSING, Reason.STALE_GPUS, Reason.REFUSED, Reason.FAILED),
+    (
+        *(Reason.NOT_REGISTERED, Reason.GPUS_MISSING, Reason.STALE_GPUS, Reason.REFUSED, Reason.API_UNREACHABLE),
+        Reason.FAILED,
+    ),
     (*DRA_LOG, KUBELET_LOG),
 )
 """By reason of GPUsAdvertised, for a machine that offers its GPUs itself: for these reasons, REMEDIES has commands for

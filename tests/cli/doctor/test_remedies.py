@@ -204,7 +204,9 @@ def test_a_failed_gpu_gets_the_commands_of_its_vendor() -> None:
     assert fix(*failed, both, vendors=("amd",)) == fix(*failed, replace(AROUND, vendors=(amd,)))
     for vendors in (("nvidia", "amd"), (), ("unknown",)):
         assert {*fix(*failed, both, vendors=vendors)} >= {*fix(*failed), KERNEL_LOG}
-    assert "modprobe DRIVER, as named above" in fix(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, both)
+    unloaded = (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED)
+    assert "modprobe DRIVER, as named above" in fix(*unloaded, both)
+    assert any("dkms autoinstall" in line for line in fix(*unloaded, replace(AROUND, vendors=(amd,)))), "conditions.md"
 
 
 def test_a_node_that_up_did_not_make_is_drained_with_kubectl() -> None:
