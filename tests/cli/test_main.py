@@ -174,6 +174,9 @@ def test_the_help_of_the_program(capsys: Capture) -> None:
     assert [name for name in subcommands("gpus") if name not in help_of(capsys, "gpus")] == []
     assert "unbounded-agent-prepare@MACHINE.service" in help_of(capsys, "prepare")
     assert "unbounded-agent-modules.service" in help_of(capsys, "load-modules")
+    for name, unit in (("run", "unbounded-agent"), ("load-modules", "unbounded-agent-modules")):
+        assert help_of(capsys, name).endswith(f"sudo systemctl start {unit}\n"), "its unit confines it"
+    assert "`kube allocation` needs root" in " ".join(help_of(capsys, "kube").split())
 
 
 # ---- exit codes

@@ -70,6 +70,7 @@ def test_a_lost_gpu_is_named_until_it_is_forgotten(gpu_host: Host, gpus: str | l
     assert machine.lost == (SECOND,)
     assert f"{SECOND} ({H100} GPU-00000000-0000-4000-8000-000000000001) since 20" in message(machine)
     assert f"`unbounded-agent gpus forget {SECOND}`" in message(machine)
+    assert "hardware log" in message(machine)
     date_losses(gpu_host, 1_700_000_000.0)
     assert "since 2023-11-14T22:13:20Z" in message(evaluate(agent)), "the date of the loss stays"
     (line,) = forget(SECOND, agent)

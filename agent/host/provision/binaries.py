@@ -118,7 +118,12 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
             if "://" in source:
                 digest = _download(binary, file, limit)
             else:
-                with opening.plain(system.full_path(source)) as reading:
+                try:
+                    reading = opening.plain(system.full_path(source))
+                except OSError as error:
+                    put = "put the file there, or correct binaries.bundle"
+                    raise AgentError(f"{source}: {error.strerror}", put) from error
+                with reading:
                     digest = _copy(source, reading, file)
             file.flush()
             os.fsync(file.fileno())

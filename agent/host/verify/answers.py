@@ -65,7 +65,8 @@ def why_unanswered(machine: MachineFacts, goal: MachineGoal, facts: Facts) -> st
     # The handoff and the record of its grant must be on disk. One that cannot be read may be.
     found = ((machine.granted, goal.granted), (file.content if file else Absent(""), goal.handoff_file.content))
     if not any(isinstance(seen, Unseen) for seen, _ in found) and any(seen != wanted for seen, wanted in found):
-        return "the agent has not written the latest handoff yet: `unbounded-agent apply` does, or says why it cannot"
+        advice = "if that lasts, `unbounded-agent apply` writes it or says why it cannot"
+        return f"the agent has not written the latest handoff yet; {advice}"
     if machine.granted_age <= STALE_AFTER:
         return "the machine has not answered the latest handoff yet"
     see = f"see `journalctl -M {machine.name} -u unbounded-agent-gpu`"

@@ -415,7 +415,7 @@ def _current_report(case: Case, goal: MachineGoal) -> Report | tuple[Reason, str
     match report:
         case Absent():
             see = f"see `journalctl -M {machine.name} -u unbounded-agent-gpu`"
-            why = "it may still be booting, or its image lacks the machine half (containerfiles/)"
+            why = "it may still be booting, or its image lacks the machine half (build it from containerfiles/)"
             return Reason.NO_REPORT, f"the machine has not reported: {why}; {see}"
         case Broken(why):
             return Reason.BAD_REPORT, why
@@ -461,7 +461,8 @@ def _gpus_complete(machine: str, remembered: Seen[Remembered]) -> Condition:
         gone = ", ".join(f"{gpu.describe()} since {rfc3339(gpu.lost)}" for gpu in lost)
         commands = ", ".join(f"`unbounded-agent gpus forget {gpu.pci_address}`" for gpu in lost)
         forget = f"{'if it' if len(lost) == 1 else 'for each GPU that'} was removed on purpose, run {commands}"
-        message = f"left the PCI bus without `unbounded-agent gpus detach`: {gone}; see `dmesg`; {forget}"
+        see = "see `dmesg` and the server's hardware log"
+        message = f"left the PCI bus without `unbounded-agent gpus detach`: {gone}; {see}; {forget}"
         return false(kind, Reason.GPU_LOST, f"{message}; {damage}" if remembered.damage else message)
     if remembered.damage:
         return unknown(kind, Reason.RECORD_DAMAGED, damage)

@@ -43,7 +43,7 @@ def test_a_machine_cannot_answer_what_is_not_written(goal: MachineGoal) -> None:
         why(goal, goal.granted, old, b"the handoff before"),
     ):
         assert message.startswith("the agent has not written the latest handoff yet")
-        assert "`unbounded-agent apply`" in message
+        assert "if that lasts, `unbounded-agent apply`" in message, "it is so after every change, for a moment"
         assert "reboot" not in message
 
 
