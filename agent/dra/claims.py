@@ -19,7 +19,6 @@ import fcntl
 import json
 import logging
 import os
-import random
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
@@ -256,7 +255,8 @@ class Checkpoint:
         except (DocumentError, OSError) as error:
             # It is safe to start without any claim: the scheduler does not allocate a device to two claims, and the
             # file CHECKPOINT is only a second guard against two claims with one device.
-            log.warning("%s %s, and the kubelet's record is not usable: %s", CHECKPOINT, why, error)
+            unusable = "the kubelet's record is not usable"
+            log.warning("%s %s, and %s: %s; starting without prepared claims", CHECKPOINT, why, unusable, error)
             return {}
         if claims:
             log.warning("%s %s: %s claims are taken from the kubelet's record", CHECKPOINT, why, len(claims))
@@ -490,6 +490,9 @@ class Evictions:
         self._fetch, self._send = fetch, send
         self._logged: set[tuple[Pod, str]] = set()
         """What was last logged about each pod. The same text is not logged again."""
+        self._unanswered: ClaimReference | None = None
+        """The claim at which the last attempt ended, because the API server did not answer; None if every request was
+        answered. The next attempt begins with the claim that follows it, and comes to this claim last."""
 
     def make(
         self, devices: Iterable[Device], prepared: Mapping[ClaimReference, tuple[PreparedDevice, ...]]
@@ -505,12 +508,12 @@ class Evictions:
             for claim, claimed in prepared.items()
             if any(each.device in names and not each.admin for each in claimed)
         ]
-        # In a random order: where one pod's eviction never gets an answer, others come before it in some attempts.
-        random.shuffle(held)
+        first = held.index(self._unanswered) + 1 if self._unanswered in held else 0
         pods: set[Pod] = set()
         # If the API server does not answer, an ApiError ends the attempt. The error has been logged already.
         with contextlib.suppress(ApiError):
-            for claim in held:
+            for claim in (*held[first:], *held[:first]):
+                self._unanswered = claim
                 try:
                     found = pods_of(claim, self._fetch(claim))
                 except AgentError as error:
@@ -522,6 +525,7 @@ class Evictions:
                     if pod not in pods:
                         pods.add(pod)
                         self._evict(pod)
+            self._unanswered = None
         return tuple(sorted(pods))
 
     def _evict(self, pod: Pod) -> None:

@@ -673,7 +673,8 @@ class Server:
             largest = max(self.peers, key=lambda peer: peer.held, default=None)
             if largest is None or not largest.held:
                 return
-            log.warning("closed a connection that held most of %s bytes", self._limits.memory)
+            where = self._listener.path
+            log.warning("closed a connection to %s that held most of %s bytes", where, self._limits.memory)
             self._hang_up(largest)
 
     def _read(self, peer: _Peer) -> None:

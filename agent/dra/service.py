@@ -69,8 +69,8 @@ FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
 """Seconds to wait after failed passes. After the first failure, the wait is twice FIRST_RETRY. Each further failure
 doubles the wait, up to LONGEST_RETRY."""
 NO_TAINTS = (
-    "not offered, because the API server drops device taints: turn on its feature gate DRADeviceTaints, and run "
-    "`systemctl restart unbounded-agent-dra` in the machine"
+    "not offered, because the API server has dropped device taints: turn on its feature gate DRADeviceTaints; if it is "
+    "on, run `systemctl restart unbounded-agent-dra` in the machine"
 )
 
 

@@ -66,6 +66,8 @@ def _ask(url: str, ca: bytes, token: str) -> Answer:
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows redirects with the same method. Before Python 3.13, the library turns HEAD into GET."""
 
+    inf_msg = "it redirects too often; the last answer: "
+
     def redirect_request(
         self, request: urllib.request.Request, file: IO[bytes], code: int, reason: str, headers: Message, url: str
     ) -> urllib.request.Request:

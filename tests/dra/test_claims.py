@@ -327,10 +327,11 @@ def test_a_damaged_checkpoint_is_made_again_from_the_kubelets_record(
         '{"Data": "{\\"ClaimInfoStateList\\": null}"}',
     ],
 )
-def test_no_record_stops_the_service(node: Node, record: str) -> None:
+def test_no_record_stops_the_service(node: Node, record: str, caplog: pytest.LogCaptureFixture) -> None:
     """The format is the kubelet's own, and may change. The scheduler is the first guard."""
     (node.tree / KUBELET[1:] / RECORD_NAME).write_text(record)
     assert node.restarted().prepared == {}
+    assert ("record is not usable" in caplog.text) == ("; starting without prepared claims" in caplog.text)
 
 
 def test_the_kubelet_does_not_wait_for_the_disk(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,10 +123,9 @@ def test_one_pod_without_an_answer_keeps_no_other(cluster: Cluster) -> None:
     cluster.claims[second] = document("c3", reservedFor=consumers)
     evictions = Evictions(cluster.fetch, cluster.send)
     cluster.refusal = ApiError("POST eviction", "no answer")
-    for _ in range(64):
+    for _ in range(5):
         evictions.make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1"), second: prepared("gpu-1")})
-    assert len(cluster.sent) == 64, "one in each attempt"
-    assert {path.split("/")[-2] for _, path, _ in cluster.sent} == {"train", "more"}
+    assert [path.split("/")[-2] for _, path, _ in cluster.sent] == ["train", "more", "train", "more", "train"]
 
 
 def test_a_pod_that_has_ended_is_no_warning(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

@@ -165,7 +165,7 @@ def test_a_connection_that_cannot_be_accepted_is_logged_once(
 @pytest.mark.parametrize(
     "limits", [LIMITS._replace(memory=1 << 30), LIMITS._replace(stall=LONG, memory=4 << 20)], ids=["time", "size"]
 )
-def test_a_client_that_never_reads_is_sent_away(limits: Limits) -> None:
+def test_a_client_that_never_reads_is_sent_away(limits: Limits, caplog: pytest.LogCaptureFixture) -> None:
     """It reads nothing for too long, or too much waits for it: each is enough."""
     http2, request = asking("/test.Example/Fill", 1)
     http2.increment_flow_control_window((1 << 31) - (1 << 17))
@@ -173,6 +173,8 @@ def test_a_client_that_never_reads_is_sent_away(limits: Limits) -> None:
         client.sendall(request + frame(8, 0, 1, struct.pack(">I", 1 << 30)) + http2.data_to_send())
         assert client.recv(1), "the server knows the client"
         wait_for(lambda: not server.peers, LONG)
+    for record in caplog.records:
+        assert f"a connection to {server.path} that held most" in record.message
 
 
 def test_calls_that_are_reset_at_once_leave_nothing(server: Serving) -> None:
