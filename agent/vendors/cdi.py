@@ -5,6 +5,7 @@ part.
 """
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,9 @@ def without_groups(spec: object) -> object:
     return normalised(groupless(spec) | devices)
 
 
+VERSION = re.compile(r"v?[0-9]+\.[0-9]+\.[0-9]+")
+KIND = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?/[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+"""See ValidateVendorName and ValidateClassName in pkg/parser/parser.go of CDI's Go library."""
 LONGEST_KIND = 256
 """Characters of the longest kind that is accepted. Real ones have some twenty."""
 
@@ -154,19 +158,21 @@ LONGEST_KIND = 256
 def device_names(text: str) -> tuple[str, ...]:
     """Return the qualified names of a specification's devices; none if it has no kind or no list of devices.
 
-    Raises DocumentError if the text is neither JSON nor plain YAML, if two keys differ only in case, or if the text is
-    YAML and PyYAML is missing.
+    There are none either if all runtimes skip the file because of its version or kind. Raises DocumentError if the text
+    is neither JSON nor plain YAML, if two keys differ only in case, or if the text is YAML and PyYAML is missing.
     """
     try:
         document = parse_json(text)
     except ValueError:
         document = _parse_yaml(text)
-    kind, devices = (_names_member(document, key) for key in ("kind", "devices"))
+    version, kind, devices = (_names_member(document, key) for key in ("cdiversion", "kind", "devices"))
     if not isinstance(kind, str) or not isinstance(devices, list):
         return ()
     # Each device's qualified name begins with the kind: a long one would take its length times the number of devices.
     if len(kind) > LONGEST_KIND:
         raise DocumentError(f"its kind has more than {LONGEST_KIND} characters", "shorten it, or remove the file")
+    if not KIND.fullmatch(kind) or (isinstance(version, str) and not VERSION.fullmatch(version)):
+        return ()
     names = (_names_member(each, "name") for each in devices)
     return tuple(
         f"{kind}={name if isinstance(name, str) else json.dumps(name)}" for name in names if isinstance(name, str | int)

@@ -1,4 +1,4 @@
-"""Finds the kind and the device names in a CDI specification in YAML. Pure.
+"""Finds the version, the kind and the device names in a CDI specification in YAML. Pure.
 
 A pod may have written the file. The parser's nodes are read, in which an alias is the node itself, not a copy; none is
 read twice, so a small file with many aliases takes neither time nor memory. Only plain YAML is accepted: one document,
@@ -38,7 +38,7 @@ class Loader(CSafeLoader):
 
 
 def parse(text: str) -> dict[str, object]:
-    """Return the kind, and the devices with only their names. Raises DocumentError."""
+    """Return the version (`cdiversion`), the kind, and the devices with only their names. Raises DocumentError."""
     content, depth, document = text.encode(errors="surrogateescape"), 0, dict[str, object]()
     seen = set[int]()
     try:
@@ -48,6 +48,10 @@ def parse(text: str) -> dict[str, object]:
                 raise _refusal(event)
         root = yaml.compose(content, Loader)
         members = _members(root, seen) if root else {}
+        version = members.get("cdiversion")
+        # Of no other node it is certain what runtimes read.
+        if isinstance(version, yaml.ScalarNode) and version.tag == STRING:
+            document["cdiversion"] = version.value
         if kind := members.get("kind"):
             document["kind"] = _text(kind, seen)
         devices = members.get("devices")

@@ -78,6 +78,10 @@ def test_specs_of_pyyaml(flow: bool | None, style: str | None, indent: int) -> N
         "x: &x devices\nkind: intel.com/gpu\n*x : [{name: all}]\n",
         "x: &x {name: all}\nkind: intel.com/gpu\ndevices: [*x]\n",
         of_kind("- name: !!str all\n"),
+        *(
+            f"cdiVersion: {each}\n" + of_kind("- name: all\n")
+            for each in ("9.9.9", "v0.5.0", "!!binary MC41LjA=", "[]")
+        ),
         "kind: intel.com/gpu\ndevices: [{name: all}]\n...\n",
         "kind: intel.com/gpu\ndevices: [name: all]\n",
         "kind:\n  intel.com/gpu\n? devices\n: - name: all\n",
@@ -105,7 +109,9 @@ def test_every_style_that_runtimes_read(text: str) -> None:
     [
         "", "# nothing\n", "[]", "{}", "name: x\n", "kind: a.b/c\ndevices:\n", "kind: a.b/c\ndevices: x\n",
         "kind: a.b/c\ndevices: []\n", '{"kind": "a.b/c", "devices": [1, {}, {"name": []}]}',
-        of_kind("- containerEdits: {}\n"),
+        of_kind("- containerEdits: {}\n"), "kind: gpu\ndevices: [{name: all}]\n", "kind: a_/b\ndevices: [{name: x}]\n",
+        "cdiVersion: new\n" + of_kind("- name: all\n"), "cdiVersion: 0.50\n" + of_kind("- name: all\n"),
+        '{"cdiVersion": "x", "kind": "a.b/c", "devices": [{"name": "all"}]}',
     ],
 )  # fmt: skip
 def test_a_document_that_no_runtime_accepts_has_no_device(text: str) -> None:
