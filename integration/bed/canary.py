@@ -13,13 +13,16 @@ import subprocess
 import sys
 import time
 import tomllib
+import traceback
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
+
+import msgspec
 
 from integration.bed import debian, ubuntu
 from integration.bed.cache import REPOSITORY, cache_root, cached, locked, step
@@ -51,10 +54,12 @@ from integration.bed.tools import (
 
 BUDGET = 90 * 60.0
 """Seconds for all parts."""
+LOOKING = 10 * 60.0
+"""Seconds for all registries."""
 LIMIT = 40 * 60.0
 """Seconds for one part: to build Kubernetes and to test it takes half of that on two cores that are busy."""
 NOTHING, BROKEN_FOR_USERS, NOT_TRIED = 0, 1, 3
-"""Exit codes."""
+"""Exit codes. An unexpected error is NOT_TRIED, too."""
 PAGE = REPOSITORY / "docs/compatibility.md"
 BOUNDS = REPOSITORY / "containerfiles/upper-bounds"
 BOUNDS_HEAD = """\
@@ -140,26 +145,27 @@ def _ubuntu(component: str, package: str) -> Callable[[Registries], Release]:
     return lambda registries: newest_debian([f"{registries.ubuntu}/{each}" for each in suites], component, package)
 
 
-def _building(variable: str, build: Callable[[str], object], version: str) -> Mapping[str, str]:
+def _built(environment: Mapping[str, str], build: Callable[[], object]) -> Mapping[str, str]:
     """Return the environment that chooses a version, after `build` has made what the tests find in the cache."""
-    os.environ[f"BED_{variable}"] = version
+    os.environ.update(environment)
     try:
-        build(version)
+        build()
     finally:
-        del os.environ[f"BED_{variable}"]
-    return {f"BED_{variable}": version}
+        for each in environment:
+            del os.environ[each]
+    return environment
+
+
+def _building(variable: str, build: Callable[[str], object], version: str) -> Mapping[str, str]:
+    return _built({f"BED_{variable}": version}, lambda: build(version))
 
 
 def _installing(
-    build: Callable[[], object], environment: Mapping[str, str] | None = None
+    suite: str, package: str, build: Callable[[], object], environment: Mapping[str, str] | None = None
 ) -> Callable[[str], Mapping[str, str]]:
-    """Return a function that makes what the tests find in the cache; the build always takes the newest."""
-
-    def prepare(_: str) -> Mapping[str, str]:
-        build()
-        return environment or {}
-
-    return prepare
+    """Return a function that builds a tree with a version of a suite's package, which fails if apt has another."""
+    variable = f"BED_PACKAGE_{suite.upper()}"
+    return lambda version: _built({variable: f"{package}={version}", **(environment or {})}, build)
 
 
 def _first(directory: Path) -> Mapping[str, str]:
@@ -168,7 +174,16 @@ def _first(directory: Path) -> Mapping[str, str]:
 
 
 def _ubuntu_driver(version: str) -> Mapping[str, str]:
-    return _building("UBUNTU_DRIVER", lambda _: host_root("flat", ubuntu.UBUNTU), version.partition(".")[0])
+    branch, root = version.partition(".")[0], partial(host_root, "flat", ubuntu.UBUNTU)
+    package = f"libnvidia-compute-{branch}"
+    return _installing(ubuntu.UBUNTU, package, root, {"BED_UBUNTU_DRIVER": branch})(version)
+
+
+def _toolkit(version: str) -> None:
+    """Build the toolkit and what else its tests would build in their bodies, where nothing may fail but the toolkit."""
+    toolkit_of(version)
+    host_root("split", debian.SUITE)
+    bed_tools()
 
 
 def _our_packages() -> list[str]:
@@ -203,7 +218,7 @@ PARTS = (
     Part(
         "NVIDIA Container Toolkit",
         _go(TOOLKIT),
-        partial(_building, "TOOLKIT", toolkit_of),
+        partial(_building, "TOOLKIT", _toolkit),
         (f"{DRIVERS}/test_toolkit_versions.py", "integration/tests/node/test_toolkit_pods.py"),
         "each build of an image installs NVIDIA's newest package",
         "machine",
@@ -212,7 +227,7 @@ PARTS = (
     Part(
         "containerd of Ubuntu 24.04",
         _ubuntu("main", "containerd"),
-        _installing(lambda: debian_root(ubuntu.UBUNTU)),
+        _installing(ubuntu.UBUNTU, "containerd", lambda: debian_root(ubuntu.UBUNTU)),
         (f"{CLUSTERS}/test_containerd_settings.py", "-k", ubuntu.UBUNTU),
         "each build of an image installs the distribution's newest package",
         "machine",
@@ -222,7 +237,7 @@ PARTS = (
     Part(
         "containerd of Debian 13",
         _released("main", "containerd"),
-        _installing(lambda: debian_root(debian.SUITE)),
+        _installing(debian.SUITE, "containerd", lambda: debian_root(debian.SUITE)),
         (f"{CLUSTERS}/test_containerd_settings.py", "-k", debian.SUITE),
         "each build of an image on Debian's base installs the distribution's newest package",
         "machine",
@@ -241,7 +256,7 @@ PARTS = (
     Part(
         "driver of Debian 13",
         _released("non-free", "libcuda1"),
-        _installing(lambda: host_root("split", debian.SUITE)),
+        _installing(debian.SUITE, "libcuda1", lambda: host_root("split", debian.SUITE)),
         (f"{DRIVERS}/test_cdi_documents.py", "-k", "13"),
         "apt upgrades it",
         "host",
@@ -250,7 +265,7 @@ PARTS = (
     Part(
         "driver of Debian unstable",
         _unstable("non-free", "libcuda1"),
-        _installing(lambda: host_root("split", "sid")),
+        _installing("sid", "libcuda1", lambda: host_root("split", "sid")),
         (f"{DRIVERS}/test_cdi_documents.py", "-k", "unstable"),
         "no: the next release of Debian will have it, or a later one",
     ),
@@ -287,7 +302,7 @@ PARTS = (
     Part(
         "crun",
         _unstable("main", "crun"),
-        _installing(lambda: debian_root("sid"), {"BED_CRUN": "sid"}),
+        _installing("sid", "crun", lambda: debian_root("sid"), {"BED_CRUN": "sid"}),
         (f"{CLUSTERS}/test_runtimes.py", "-k", "crun"),
         "no: images have none, and this one is Debian unstable's",
     ),
@@ -330,12 +345,25 @@ PARTS = (
     Part(
         "systemd of Debian unstable",
         _unstable("main", "systemd"),
-        _installing(lambda: host_root("split", "sid"), {"BED_TESTING": "sid"}),
+        _installing("sid", "systemd", lambda: host_root("split", "sid"), {"BED_TESTING": "sid"}),
         (f"{DRIVERS}/test_hosts.py", "-k", "debian-testing"),
         "no: the next release of Debian will have it, or a later one",
         row="host's systemd",
     ),
 )
+
+
+class Result(TypedDict):
+    """What a run found of a release."""
+
+    verdict: str
+    message: str
+    seconds: int
+    date: str
+
+
+Results = dict[str, dict[str, Result]]
+"""By part and version."""
 
 
 class Canary:
@@ -347,26 +375,39 @@ class Canary:
         self.end = time.monotonic() + budget
         self.file = directory / "results.json"
         directory.mkdir(exist_ok=True)
-        self.results: dict[str, dict[str, dict[str, Any]]] = (
-            json.loads(self.file.read_text()) if self.file.exists() else {}
-        )
+        self.results = self._earlier()
+
+    def _earlier(self) -> Results:
+        try:
+            return msgspec.json.decode(self.file.read_bytes(), type=Results)
+        except FileNotFoundError:
+            return {}
+        except msgspec.DecodeError as error:
+            print(f"{self.file} is damaged, and is begun again: {error}", file=sys.stderr)
+            return {}
 
     def rows(self) -> list[Row]:
         """Look up all parts, and try those whose newest release has never worked. In the order of the parts.
 
-        Those that were never tried come first, then those that reach users unasked, then the newest.
+        Those that were never tried come first, then those that reach users unasked, then the newest, and those whose
+        time was over last.
         """
         found, waiting = dict[str, Row](), list[Row]()
+        self.looking_end = time.monotonic() + LOOKING
         with step("look up the newest releases"):
             for row in map(self._looked_up, self.parts):
                 found[row.part.name] = row
                 if row.verdict is Verdict.NO_TIME:
                     waiting.append(row)
         waiting.sort(key=lambda row: row.release.date, reverse=True)
-        waiting.sort(key=lambda row: (row.release.version in self.results.get(row.part.name, {}), not row.part.half))
+        waiting.sort(key=lambda row: (self._turn(row), not row.part.half))
         for row in waiting:
             found[row.part.name] = self._tried(row)
         return [found[part.name] for part in self.parts]
+
+    def _turn(self, row: Row) -> int:
+        result = self.results.get(row.part.name, {}).get(row.release.version)
+        return 0 if result is None else 2 if result["verdict"] == Verdict.NO_TIME else 1
 
     def _looked_up(self, part: Part) -> Row:
         known = self.results.get(part.name, {})
@@ -376,7 +417,10 @@ class Canary:
             [*listed, *works], key=lambda each: [int(number) for number in re.findall(r"\d{1,9}", each)], default=""
         )
         try:
-            release = part.look(self.registries)
+            with _limited(max(self.looking_end - time.monotonic(), 1)):
+                release = part.look(self.registries)
+        except OutOfTimeError:
+            return Row(part, Release(""), last, Verdict.COULD_NOT_LOOK, f"no answer in {LOOKING:.0f} s for all parts")
         except NoAnswerError as error:
             return Row(part, Release(""), last, Verdict.COULD_NOT_LOOK, str(error))
         if release.version in works:
@@ -394,30 +438,32 @@ class Canary:
         xml, log = stem.with_suffix(".partial"), stem.with_suffix(".log")
         xml.unlink(missing_ok=True)
         try:
-            with step(f"try {part.name} {version}"), _limited(left):
-                environment = part.prepare(version)
-                _run_tests(part.tests, environment, xml, log)
+            with step(f"try {part.name} {version}"):
+                with _limited(left, _kill_children):
+                    environment = part.prepare(version)
+                with _limited(max(started + left - time.monotonic(), 1)):
+                    _run_tests(part.tests, environment, xml, log)
             verdict, message = judged(xml, log)
         except OutOfTimeError:
-            return row._replace(message=f"stopped after {left:.0f} s")
+            verdict, message = Verdict.NO_TIME, f"stopped after {left:.0f} s"
         except BedError as error:
             # The first line has the command, the last one what it said.
             lines = str(error).strip().splitlines()
             verdict, message = Verdict.COULD_NOT_TRY, "; ".join([lines[-1], *(each[:100] for each in lines[:-1][:1])])
+        except Exception as error:
+            # The other parts are still tried, and the table is printed.
+            verdict, message = Verdict.COULD_NOT_TRY, f"{type(error).__name__}: {error}"
         if verdict is Verdict.BROKEN and part.half == "host":
             message += f"; hosts keep an earlier one with apt-mark hold {row.release.package or part.package}"
         if verdict is Verdict.WORKS and ElementTree.parse(xml).find(".//skipped") is None:
             # docs/compatibility.md is made from it.
             xml.replace(stem.with_suffix(".xml"))
         seconds = round(time.monotonic() - started)
-        result = {
-            "verdict": verdict,
-            "message": message,
-            "seconds": seconds,
-            "date": time.strftime("%F", time.gmtime()),
-        }
+        result = Result(verdict=verdict, message=message, seconds=seconds, date=time.strftime("%F", time.gmtime()))
         self.results.setdefault(part.name, {})[version] = result
-        self.file.write_text(json.dumps(self.results, indent=1) + "\n")
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(self.results, indent=1) + "\n")
+        new.replace(self.file)
         return row._replace(verdict=verdict, message=message)
 
 
@@ -426,10 +472,11 @@ class OutOfTimeError(Exception):
 
 
 @contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raise OutOfTimeError inside after so many seconds."""
+def _limited(seconds: float, first: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """After so many seconds, call `first` and raise OutOfTimeError inside."""
 
     def end(*_: object) -> None:
+        first()
         raise OutOfTimeError
 
     signal.signal(signal.SIGALRM, end)
@@ -438,6 +485,18 @@ def _limited(seconds: float) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _kill_children() -> None:
+    """Kill all that a build has started: `run` kills only its command, whose own children would go on."""
+    found = [os.getpid()]
+    for parent in found:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            with suppress(OSError):
+                found += map(int, children.read_text().split())
+    for each in found[1:]:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def _run_tests(tests: Sequence[str], environment: Mapping[str, str], xml: Path, log: Path) -> None:
@@ -464,12 +523,14 @@ def _run_tests(tests: Sequence[str], environment: Mapping[str, str], xml: Path, 
 
 
 def judged(xml: Path, log: Path) -> tuple[Verdict, str]:
-    """Return what a run found. Tests whose set-up failed say nothing about the release."""
+    """Return what a run found. Tests whose set-up failed, or a command of the bed, say nothing about the release."""
     if not xml.exists():
         return Verdict.COULD_NOT_TRY, f"pytest could not run; {log}"
     passed, errors = 0, list[str]()
     for case in ElementTree.parse(xml).getroot().iter("testcase"):
         failure, error = case.find("failure"), case.find("error")
+        if failure is not None and _first_line(failure).startswith(f"{BedError.__module__}."):
+            failure, error = None, failure
         if failure is not None:
             return Verdict.BROKEN, f"{case.get('name')}: {_first_line(failure)}; {log}"
         if error is not None:
@@ -535,12 +596,17 @@ def main() -> int:
         parser.error(f"no part has such a name; there are: {', '.join(part.name for part in PARTS)}")
     # A new release may need a newer Go.
     os.environ.setdefault("BED_GOTOOLCHAIN", "auto")
-    with locked("canary"):
-        rows = Canary(parts, Registries(), cache_root() / "canary").rows()
-    print(json.dumps({"parts": [row.document() for row in rows]}, indent=1) if options.json else table(rows))
-    if options.bound:
-        BOUNDS.write_text(bounded(BOUNDS.read_text(), rows))
-    return exit_code(rows)
+    try:
+        with locked("canary"):
+            rows = Canary(parts, Registries(), cache_root() / "canary").rows()
+        print(json.dumps({"parts": [row.document() for row in rows]}, indent=1) if options.json else table(rows))
+        if options.bound:
+            BOUNDS.write_text(bounded(BOUNDS.read_text(), rows))
+        return exit_code(rows)
+    except Exception:
+        # Python's own exit code would be that of a broken release.
+        traceback.print_exc()
+        return NOT_TRIED
 
 
 if __name__ == "__main__":

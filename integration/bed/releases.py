@@ -6,18 +6,20 @@ import lzma
 import re
 import subprocess
 import urllib.request
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from http.client import HTTPException
+from typing import NamedTuple, TypeVar
 
 TIMEOUT = 60.0
 """Seconds for one answer of a registry."""
 SUCCESSORS = 3
 """If a module has no list, so many releases after the last known one are asked for: single ones may be missing."""
+T = TypeVar("T")
 VERSION = re.compile(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?:-([0-9A-Za-z.-]+))?")
 
 
 class NoAnswerError(Exception):
-    """A registry did not say what it has; the text names the address."""
+    """A registry did not say what it has, or not in its format; the text names the address."""
 
 
 class Release(NamedTuple):
@@ -53,12 +55,13 @@ def newest_go(registries: Registries, module: str, line: str = "", *, pre: bool 
     Raises NoAnswerError.
     """
     base = _versions(registries, module)
-    listed = [each.removeprefix("v") for each in _fetch(f"{base}/list").decode().split() if VERSION.fullmatch(each)]
+    words = _fetch(f"{base}/list", lambda answer: answer.decode().split())
+    listed = [each.removeprefix("v") for each in words if VERSION.fullmatch(each)]
     found = [each for each in listed if each.startswith(line) and ("-" in each) is pre]
     if not found:
         raise NoAnswerError(f"{base}/list has no {'pre-release' if pre else 'release'} {line}".rstrip())
     version = max(found, key=order)
-    return Release(version, json.loads(_fetch(f"{base}/v{version}.info"))["Time"][:10])
+    return Release(version, _fetch(f"{base}/v{version}.info", _day))
 
 
 def newest_go_after(registries: Registries, module: str, known: str) -> Release:
@@ -69,7 +72,7 @@ def newest_go_after(registries: Registries, module: str, known: str) -> Release:
 
     def released(version: str) -> str:
         try:
-            return str(json.loads(_fetch(f"{_versions(registries, module)}/v{version}.info"))["Time"])[:10]
+            return _fetch(f"{_versions(registries, module)}/v{version}.info", _day)
         except NoAnswerError:
             return ""
 
@@ -88,19 +91,26 @@ def newest_go_after(registries: Registries, module: str, known: str) -> Release:
     return newest
 
 
+def _day(answer: bytes) -> str:
+    return str(json.loads(answer)["Time"])[:10]
+
+
 def _versions(registries: Registries, module: str) -> str:
     return f"{registries.go}/{re.sub('[A-Z]', lambda found: '!' + found[0].lower(), module)}/@v"
 
 
 def newest_python(registries: Registries, package: str) -> Release:
     """Return the newest release of a Python package that is not withdrawn. Raises NoAnswerError."""
-    answer = json.loads(_fetch(f"{registries.python}/{package}/", "application/vnd.pypi.simple.v1+json"))
     name = rf"{'[-_.]'.join(map(re.escape, package.split('-')))}-(\d[\d.]*)(?:-.*\.whl|\.tar\.gz)"
-    found = [
-        (tuple(map(int, version[1].split("."))), Release(version[1], each.get("upload-time", "")[:10]))
-        for each in answer["files"]
-        if not each.get("yanked") and (version := re.fullmatch(name, each["filename"], re.IGNORECASE))
-    ]
+
+    def releases(answer: bytes) -> list[tuple[tuple[int, ...], Release]]:
+        return [
+            (tuple(map(int, version[1].split("."))), Release(version[1], each.get("upload-time", "")[:10]))
+            for each in json.loads(answer)["files"]
+            if not each.get("yanked") and (version := re.fullmatch(name, each["filename"], re.IGNORECASE))
+        ]
+
+    found = _fetch(f"{registries.python}/{package}/", releases, "application/vnd.pypi.simple.v1+json")
     if not found:
         raise NoAnswerError(f"{registries.python}/{package}/ has no release")
     return max(found)[1]
@@ -131,7 +141,7 @@ def _newer(version: str, than: str) -> bool:
 def _packages(address: str) -> dict[str, str]:
     """Return the versions of an index's packages."""
     found, name = dict[str, str](), ""
-    for line in lzma.decompress(_fetch(address)).decode().splitlines():
+    for line in _fetch(address, lambda answer: lzma.decompress(answer).decode().splitlines()):
         if line.startswith("Package: "):
             name = line.removeprefix("Package: ")
         elif line.startswith("Version: "):
@@ -139,11 +149,12 @@ def _packages(address: str) -> dict[str, str]:
     return found
 
 
-def _fetch(address: str, accept: str = "*/*") -> bytes:
+def _fetch(address: str, parse: Callable[[bytes], T], accept: str = "*/*") -> T:
+    """Return what `parse` makes of an answer. A proxy may answer with a page of its own."""
     try:
         with urllib.request.urlopen(
             urllib.request.Request(address, headers={"Accept": accept}), None, TIMEOUT
         ) as answer:
-            return bytes(answer.read())
-    except OSError as error:
-        raise NoAnswerError(f"{address}: {error}") from error
+            return parse(answer.read())
+    except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError, lzma.LZMAError) as error:
+        raise NoAnswerError(f"{address}: {str(error) or type(error).__name__}") from error

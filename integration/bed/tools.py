@@ -50,6 +50,16 @@ def chosen(part: str) -> str:
     return os.environ.get(f"BED_{part}", "")
 
 
+def versioned(suite: str, packages: Sequence[str]) -> tuple[list[str], str]:
+    """Return a suite's packages, of which apt installs one in integration/canary's version, and a suffix for the cache.
+
+    Whoever has not chosen a version has other trees: otherwise, building one could remove the other from the cache.
+    """
+    found = chosen(f"PACKAGE_{suite.upper()}")
+    named = [found if found.partition("=")[0] == each else each for each in packages]
+    return named, "-chosen" if found in named else ""
+
+
 def toolkit() -> Path:
     """Return a directory with nvidia-ctk, nvidia-cdi-hook and nvidia-container-runtime, as in the machine's image."""
     return cached("toolkit", [MODULE, Path(__file__)], lambda output: _build(output, TOOLKIT_TOOLS))

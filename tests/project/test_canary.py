@@ -1,9 +1,13 @@
 """What integration/canary looks up, how it judges the newest releases, and what it does with broken ones."""
 
+import hashlib
 import json
 import lzma
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.bed import ubuntu
 from integration.bed.canary import (
     BOUNDS,
     BOUNDS_HEAD,
@@ -25,7 +30,7 @@ from integration.bed.canary import (
     judged,
     table,
 )
-from integration.bed.process import BedError
+from integration.bed.process import BedError, run
 from integration.bed.releases import (
     NoAnswerError,
     Registries,
@@ -44,6 +49,13 @@ ANSWERS: dict[str, str | bytes] = {
     "/example.org/part/@v/v1.10.0.info": '{"Version": "v1.10.0", "Time": "2026-11-05T15:06:51Z"}',
     "/example.org/part/@v/v1.9.0.info": '{"Version": "v1.9.0", "Time": "2026-10-05T15:06:51Z"}',
     "/example.org/part/@v/v1.11.0-beta.10.info": '{"Time": "2026-11-06T00:00:00Z"}',
+    "/keyring": "",
+    **{f"/example.org/{each}/@v/list": "v1.0.0" for each in ("page", "cut")},
+    "/example.org/page/@v/v1.0.0.info": "<html>Log in</html>",
+    "/example.org/cut/@v/v1.0.0.info": "{}",
+    "/simple/page/": "<html>Log in</html>",
+    "/simple/list/": "[]",
+    "/debian/page/main/binary-amd64/Packages.xz": "<html>Log in</html>",
     # No list; 0.19.2 and 0.20.0 are missing.
     **{f"{PLUGIN}/v0.{each}.info": '{"Time": "2026-03-17T06:49:47Z"}' for each in ("19.0", "19.1", "19.3", "20.1")},
     "/simple/sh-tools/": json.dumps(
@@ -103,6 +115,15 @@ def test_the_newest_release_is_found(registries: Registries) -> None:
         (lambda each: newest_python(each, "none"), r"/simple/none/: .*404"),
         (lambda each: newest_debian([f"{each.debian}/debian/dists/sid"], "main", "x"), r"/sid/main/.*404"),
         (lambda each: newest_debian([f"{each.debian}/debian/dists/stable"], "main", "x"), r"no package x in .*/stable"),
+        # A proxy's page, or an answer that was cut off.
+        (lambda each: newest_go(each, "example.org/page"), r"/example.org/page/@v/v1\.0\.0\.info: Expecting value"),
+        (lambda each: newest_go(each, "example.org/cut"), r"/example.org/cut/@v/v1\.0\.0\.info: 'Time'"),
+        (lambda each: newest_python(each, "page"), r"/simple/page/: Expecting value"),
+        (lambda each: newest_python(each, "list"), r"/simple/list/: list indices"),
+        (
+            lambda each: newest_debian([f"{each.debian}/debian/page"], "main", "x"),
+            r"/debian/page/main/.*: Input format",
+        ),
         (lambda _: newest_go(Registries("http://127.0.0.1:1"), "x"), r"http://127\.0\.0\.1:1/x/@v/list: .*refused"),
     ],
 )
@@ -156,8 +177,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 @pytest.mark.processes
-def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench) -> None:
-    """New releases come first, of these what reaches users unasked, of these the newest."""
+def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    """New releases come first, of these what reaches users unasked, of these the newest. What had no time is last."""
     bench.add("old", "assert os.environ['CHOSEN'] == '1.0'", "2026-01-01")
     bench.add("new", "assert False, 'it is gone'", "2026-03-01")
     bench.add("unasked", "pass", half="machine")
@@ -167,12 +188,19 @@ def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench) -> N
     def refuse(_: str) -> Mapping[str, str]:
         raise BedError("go build\nexit code 1:\nundefined: x")
 
+    def crash(_: str) -> Mapping[str, str]:
+        raise KeyError("of the bed")
+
     bench.add("unbuilt", "pass", prepare=refuse)
+    bench.add("crashed", "pass", prepare=crash)
+    results = bench.directory / "canary/results.json"
+    results.parent.mkdir()
+    results.write_text('{"old": {"1.0":')
     found = bench.run()
     assert bench.order() == ["unasked", "driver", "new", "old"]
     assert {name: str(row.verdict) for name, row in found.items()} == {
         **{"old": "works", "new": "broken", "unasked": "works", "driver": "broken"},
-        **{"unlooked": "could not look", "unbuilt": "could not try"},
+        **{"unlooked": "could not look", "unbuilt": "could not try", "crashed": "could not try"},
     }
     assert found["old"].message == "1 tests passed"
     assert found["new"].message.startswith("test_it: AssertionError: it is gone; ")
@@ -180,13 +208,52 @@ def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench) -> N
     assert found["driver"].message.endswith("; hosts keep an earlier one with apt-mark hold package")
     assert found["unlooked"].message == "http://registry.invalid: refused"
     assert found["unbuilt"].message == "undefined: x; go build"
+    assert found["crashed"].message == "KeyError: 'of the bed'"
+    assert "/canary/results.json is damaged, and is begun again: " in capfd.readouterr().err
     assert {each.name for each in (bench.directory / "canary").glob("*.xml")} == {"old.xml", "unasked.xml"}
 
+    earlier = json.loads(results.read_text())
+    earlier["driver"]["1.0"]["verdict"] = "no time"
+    results.write_text(json.dumps(earlier))
     bench.add("old", "pass", "2026-01-01", version="1.1")
     again = bench.run()
-    assert bench.order() == ["old", "driver", "new"]
+    assert bench.order() == ["old", "new", "driver"]
     assert (again["unasked"].message, again["unasked"].last_tested) == (found["unasked"].message, "1.0")
     assert (again["old"].release.version, again["old"].last_tested) == ("1.1", "1.0")
+
+
+@pytest.mark.processes
+def test_a_tree_has_the_version_that_was_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registries: Registries
+) -> None:
+    """apt has it or refuses; no tree of another version is used. Programs and Ubuntu's archive are simulated."""
+    (tmp_path / "mmdebstrap").write_text(
+        "#!/bin/sh\nfor each; do case $each in /*/root) mkdir --parents $each;; esac; done\n"
+        f"echo $@ >>{tmp_path}/calls\n"
+    )
+    (tmp_path / "dpkg-deb").write_text("#!/bin/sh\n")
+    for name in ("mmdebstrap", "dpkg-deb"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(ubuntu, "UBUNTU_ARCHIVE", registries.ubuntu)
+    monkeypatch.setattr(ubuntu, "UBUNTU_KEYRING", "keyring")
+    monkeypatch.setattr(ubuntu, "UBUNTU_KEYRING_SHA256", hashlib.sha256(b"").hexdigest())
+    parts = {
+        **{"containerd of Ubuntu 24.04": "containerd", "containerd of Debian 13": "containerd", "crun": "crun"},
+        **{"driver of Ubuntu 24.04": "libnvidia-compute-595", "driver of Debian 13": "libcuda1"},
+        **{"driver of Debian unstable": "libcuda1", "systemd of Debian unstable": "systemd"},
+    }
+    for part in PARTS:
+        if package := parts.get(part.name):
+            for version in ("595.1-1~deb13u1", "595.1-1~deb13u1", "595.2-1"):
+                assert f"{package}={version}" in part.prepare(version).values()
+            wanted = [
+                re.findall(rf"[=,]{package}=([^ ,]+)", call) for call in (tmp_path / "calls").read_text().splitlines()
+            ]
+            assert wanted == [["595.1-1~deb13u1"], ["595.2-1"]], part.name
+            (tmp_path / "calls").unlink()
+    assert not [each for each in os.environ if each.startswith("BED_")]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +264,13 @@ def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench) -> N
         ([], "could not try", "no test ran; "),
         (["<error message='no room'/>", ""], "could not try", "test_0: no room; "),
         (["<error message='no room'/>", "<failure message='E&#10;more'/>"], "broken", "test_1: E; "),
+        # A command of the bed, such as one that needs a mirror.
+        (["<failure message='integration.bed.process.CommandError: apt'/>"], "could not try", "test_0: BED apt; "),
+        (
+            ["<failure message='integration.bed.process.CommandError: apt'/>", "<failure message='E'/>"],
+            "broken",
+            "test_1: E; ",
+        ),
         (None, "could not try", "pytest could not run; "),
     ],
 )
@@ -208,14 +282,22 @@ def test_only_a_test_that_fails_breaks_a_release(
     if cases is not None:
         (tmp_path / "xml").write_text(f"<testsuites><testsuite>{found}</testsuite></testsuites>")
     log = "" if verdict == "works" else str(tmp_path / "log")
+    said = said.replace("BED", "integration.bed.process.CommandError:")
     assert judged(tmp_path / "xml", tmp_path / "log") == (verdict, f"{said}{log}")
 
 
 @pytest.mark.processes
-def test_what_is_out_of_time_ends_and_the_rest_is_not_tried(bench: Bench) -> None:
+@pytest.mark.parametrize("where", ["build", "test"])
+def test_what_is_out_of_time_ends_and_the_rest_is_not_tried(bench: Bench, where: str) -> None:
     child = bench.directory / "child"
-    hang = f"child = subprocess.Popen(['sleep', '90']); open({str(child)!r}, 'w').write(str(child.pid)); child.wait()"
-    bench.add("hangs", hang)
+    hang = ["sh", "-c", f"sleep 90 >/dev/null 2>&1 & echo $! >{child}; wait"]
+
+    def prepare(_: str) -> Mapping[str, str]:
+        if where == "build":
+            run(hang)
+        return {}
+
+    bench.add("hangs", f"subprocess.run({hang!r})", prepare=prepare)
 
     def end() -> None:
         """Let the time be over as soon as the test hangs."""
@@ -232,13 +314,34 @@ def test_what_is_out_of_time_ends_and_the_rest_is_not_tried(bench: Bench) -> Non
     clock.join()
     assert (found["hangs"].verdict, found["hangs"].message) == (Verdict.NO_TIME, "stopped after 80 s")
     # Without a parent that asks for its result, it may stay as a zombie.
-    left = Path(f"/proc/{child.read_text()}/stat")
+    left = Path(f"/proc/{child.read_text().strip()}/stat")
     while left.exists() and ") Z " not in left.read_text():
         assert time.monotonic() < ended
         time.sleep(0.05)
 
     rows = bench.run(budget=0)
     assert (rows["hangs"].verdict, bench.order()) == (Verdict.NO_TIME, [])
+    assert '"no time"' in (bench.directory / "canary/results.json").read_text()
+
+
+def test_lookups_end(bench: Bench) -> None:
+    def hang(_: Registries) -> Release:
+        signal.raise_signal(signal.SIGALRM)
+        return Release("2.0")
+
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    bench.add("hangs", "pass", look=hang)
+    found = bench.run(budget=0)["hangs"]
+    assert (found.verdict, found.message) == (Verdict.COULD_NOT_LOOK, "no answer in 600 s for all parts")
+
+
+@pytest.mark.processes
+def test_an_unexpected_error_is_not_the_exit_code_of_a_broken_release(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    argv = [sys.executable, "-m", "integration.bed.canary", "runc"]
+    done = subprocess.run(argv, cwd=BOUNDS.parents[1], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1].partition(":")[0]) == (3, "NotADirectoryError")
 
 
 def row(

@@ -8,7 +8,7 @@ from typing import Literal
 from integration.bed import debian, ubuntu
 from integration.bed.cache import cached
 from integration.bed.process import run
-from integration.bed.tools import chosen
+from integration.bed.tools import chosen, versioned
 
 Layout = Literal["split", "flat"]
 """`split` is Debian's: two directories, and absolute links of the alternatives system. `flat` is Ubuntu's."""
@@ -52,10 +52,11 @@ def host_root(layout: Layout = "split", suite: str = debian.SUITE) -> Path:
     """
     if suite == ubuntu.UBUNTU:
         return _ubuntu_root()
-    packages = f"{SYSTEM_PACKAGES} {DRIVER_PACKAGES}"
+    named, suffix = versioned(suite, f"{SYSTEM_PACKAGES} {DRIVER_PACKAGES}".split())
+    packages = " ".join(named)
 
     def build(target: Path) -> None:
-        debian.debian_tree(target / "root", "essential", packages.split(), COMPONENTS, suite=suite)
+        debian.debian_tree(target / "root", "essential", named, COMPONENTS, suite=suite)
 
     def build_flat(target: Path) -> None:
         # Hard links suffice: files are moved but never written.
@@ -63,21 +64,24 @@ def host_root(layout: Layout = "split", suite: str = debian.SUITE) -> Path:
         flatten(target / "root")
 
     # Each kind has its own name: otherwise, building one could remove the others from the cache.
-    split = cached(f"host-root-{suite}", [packages, COMPONENTS, suite, Path(debian.__file__)], build) / "root"
+    inputs: list[Path | str] = [packages, COMPONENTS, suite, Path(debian.__file__)]
+    split = cached(f"host-root-{suite}{suffix}", inputs, build) / "root"
     if layout == "split":
         return split
-    return cached(f"host-root-{suite}-flat", [str(split), Path(__file__)], build_flat) / "root"
+    return cached(f"host-root-{suite}-flat{suffix}", [str(split), Path(__file__)], build_flat) / "root"
 
 
 def _ubuntu_root() -> Path:
     branch = chosen("UBUNTU_DRIVER") or "580"
-    packages = " ".join([UBUNTU_SYSTEM_PACKAGES, *(f"{name}-{branch}" for name in UBUNTU_DRIVER_PACKAGES.split())])
+    driver = (f"{name}-{branch}" for name in UBUNTU_DRIVER_PACKAGES.split())
+    named, suffix = versioned(ubuntu.UBUNTU, [*UBUNTU_SYSTEM_PACKAGES.split(), *driver])
+    packages = " ".join(named)
 
     def build(target: Path) -> None:
-        ubuntu.ubuntu_tree(target / "root", packages.split(), "essential", UBUNTU_COMPONENTS)
+        ubuntu.ubuntu_tree(target / "root", named, "essential", UBUNTU_COMPONENTS)
 
     inputs: list[Path | str] = [packages, UBUNTU_COMPONENTS, Path(debian.__file__), Path(ubuntu.__file__)]
-    return cached("host-root-noble", inputs, build) / "root"
+    return cached(f"host-root-noble{suffix}", inputs, build) / "root"
 
 
 def driver_version(root: Path) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from integration.bed import debian, ubuntu
 from integration.bed.cache import REPOSITORY, cached
-from integration.bed.tools import chosen, compile_go, module_with
+from integration.bed.tools import chosen, compile_go, module_with, versioned
 
 MODULE = REPOSITORY / "integration" / "go" / "containerd"
 UPSTREAM = "github.com/containerd/containerd/v2/cmd"
@@ -19,16 +19,17 @@ def debian_root(suite: str) -> Path:
 
     trixie has containerd 1.7, which reads configurations of version 2; sid has 2.1, which also reads version 3.
     """
+    packages, suffix = versioned(suite, PACKAGES)
 
     def build(target: Path) -> None:
         if suite == ubuntu.UBUNTU:
-            ubuntu.ubuntu_tree(target / "root", PACKAGES, "extract")
+            ubuntu.ubuntu_tree(target / "root", packages, "extract")
         else:
-            debian.debian_tree(target / "root", "extract", PACKAGES, suite=suite)
+            debian.debian_tree(target / "root", "extract", packages, suite=suite)
         for name in ("var/lib/apt", "var/cache", "usr/share"):
             shutil.rmtree(target / "root" / name, ignore_errors=True)
 
-    return cached(f"containerd-{suite}", [suite, *PACKAGES, Path(debian.__file__)], build) / "root"
+    return cached(f"containerd-{suite}{suffix}", [suite, *packages, Path(debian.__file__)], build) / "root"
 
 
 def upstream_root() -> Path:

@@ -26,7 +26,7 @@ from integration.bed.cache import cache_root
 from integration.bed.drivers.foreign_trees import crowded_root
 from integration.bed.drivers.generator import GeneratorMachine, with_simulated_nodes
 from integration.bed.drivers.host_roots import host_root
-from integration.bed.process import run
+from integration.bed.process import complete, run
 from integration.bed.tools import CDI_LIBRARY, MODULE, bed_tools, chosen, pinned, toolkit
 from integration.tests.drivers.observed_tree import CONFIG, Tree
 from tests.fakes.cdi_specs import VERSIONS
@@ -59,7 +59,9 @@ def validate(directory: Path, *specs: object) -> None:
     paths = [directory / f"{index}.json" for index in range(len(specs))]
     for path, spec in zip(paths, specs, strict=True):
         path.write_text(json.dumps(spec))
-    run([bed_tools() / "cdi-validate", *paths])
+    # An assertion: to integration/canary, `run` would say that the bed failed.
+    validated = complete([bed_tools() / "cdi-validate", *paths])
+    assert validated.returncode == 0, f"cdi-validate: {validated.stderr}"
 
 
 def rejected(directory: Path, spec: object) -> str:
