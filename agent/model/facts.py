@@ -39,18 +39,18 @@ class DeviceAllow(Struct, frozen=True):
 
 
 class Library(Struct, frozen=True, order=True):
-    """One driver library or companion file of a driver root."""
+    """One driver library or companion file of a driver root. A manifest must have all its keys, so none is optional."""
 
     target: Annotated[str, Meta(min_length=1)]
     """Relative path below the driver root, such as `usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01`."""
     source: str
     """Absolute real path on the host (no symbolic link in it); empty for a link."""
-    link: str = ""
-    """For a symbolic link: what it points to, relative to its own directory."""
-    size: int = 0
-    mtime_ns: int = 0
-    executable: bool = False
-    text: str = ""
+    link: str
+    """For a symbolic link: what it points to, relative to its own directory; otherwise empty."""
+    size: int
+    mtime_ns: int
+    executable: bool
+    text: str
     """What the copy gets instead of a text that names paths of the host; otherwise empty."""
 
 

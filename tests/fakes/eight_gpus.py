@@ -12,13 +12,13 @@ from agent.model.facts import (
     Gpu,
     GpuFacts,
     GpuFault,
-    Library,
     MachineFacts,
     StagedRoot,
     UserSpace,
     VendorFacts,
 )
 from agent.model.handoff import Repair
+from tests.fakes.facts import library
 from tests.fakes.reconciler import conditions
 
 MACHINE = "gpu-node"
@@ -42,7 +42,7 @@ def facts(now: float = 1.7e9, host: int = 0, model: str = "NVIDIA H100 80GB HBM3
         for gpu in gpus
     ]
     shared = [DeviceNode(f"/dev/{kind}", kind, DeviceNumber(511, minor)) for minor, kind in enumerate(SHARED)]
-    root = StagedRoot(0, "nvidia", DRIVER, (Library("usr/lib/libcuda.so.1", "/usr/lib/libcuda.so.1", size=512 << 20),))
+    root = StagedRoot(0, "nvidia", DRIVER, (library("usr/lib/libcuda.so.1", "/usr/lib/libcuda.so.1", size=512 << 20),))
     return Facts(
         architecture="x86_64",
         systemd_version=252,

@@ -32,13 +32,28 @@ MACHINE = "gpu-node"
 CONFIG = Config(machines={MACHINE: MachineSettings()})
 VERSION = "550.163.01"
 LIBRARIES = "usr/lib/x86_64-linux-gnu"
+
+
+def library(
+    target: str,
+    source: str,
+    *,
+    link: str = "",
+    size: int = 0,
+    mtime_ns: int = 0,
+    executable: bool = False,
+    text: str = "",
+) -> Library:
+    return Library(target, source, link, size, mtime_ns, executable, text)
+
+
 FILES = tuple(
     sorted(
         (
-            Library(f"{LIBRARIES}/libcuda.so.{VERSION}", f"/{LIBRARIES}/libcuda.so.{VERSION}", size=30, mtime_ns=1),
-            Library(f"{LIBRARIES}/libcuda.so.1", "", link=f"libcuda.so.{VERSION}"),
-            Library(f"{LIBRARIES}/libnvidia-ml.so.{VERSION}", f"/{LIBRARIES}/libnvidia-ml.so.{VERSION}", size=10),
-            Library("usr/bin/nvidia-smi", "/usr/bin/nvidia-smi", size=5, executable=True),
+            library(f"{LIBRARIES}/libcuda.so.{VERSION}", f"/{LIBRARIES}/libcuda.so.{VERSION}", size=30, mtime_ns=1),
+            library(f"{LIBRARIES}/libcuda.so.1", "", link=f"libcuda.so.{VERSION}"),
+            library(f"{LIBRARIES}/libnvidia-ml.so.{VERSION}", f"/{LIBRARIES}/libnvidia-ml.so.{VERSION}", size=10),
+            library("usr/bin/nvidia-smi", "/usr/bin/nvidia-smi", size=5, executable=True),
         )
     )
 )

@@ -31,7 +31,7 @@ from agent.model.paths import (
 )
 from agent.vendors.nvidia.places import HOST_CACHE
 from tests.fakes.driver_generations import NEWER, RunnerThatClears, condition, driver_root, start_machine, upgrade
-from tests.fakes.facts import FILES, VERSION, facts, nvidia
+from tests.fakes.facts import FILES, VERSION, facts, library, nvidia
 from tests.fakes.gpu_host import MACHINE, reconciler, set_up, units
 from tests.fakes.host import Host
 from tests.fakes.user_space import bare, put
@@ -209,7 +209,7 @@ def removed(found: Facts) -> list[int]:
 
 
 def of_version(version: str, directory: str) -> tuple[Library, ...]:
-    return (Library(f"usr/lib/libcuda.so.{version}", f"{directory}/libcuda.so.{version}", size=30),)
+    return (library(f"usr/lib/libcuda.so.{version}", f"{directory}/libcuda.so.{version}", size=30),)
 
 
 def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...]) -> tuple[StagedRoot, ...]:

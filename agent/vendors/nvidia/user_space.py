@@ -218,14 +218,14 @@ class _Libraries(Struct):
             links[target(GBM_LINK)] = f"../{backend}"
         for link, file in links.items():
             if file:
-                found.setdefault(link, Library(link, "", link=file))
+                found.setdefault(link, Library(link, "", file, 0, 0, executable=False, text=""))
         return list(found.values())
 
 
 def _copied(system: System, target: str, real: str) -> Library:
     """Return the entry of a driver root for a file of the host. `real` is the file's real path."""
     identity = system.identity(real)
-    return Library(target, real, size=identity.size, mtime_ns=identity.mtime_ns, executable=identity.executable)
+    return Library(target, real, "", identity.size, identity.mtime_ns, executable=identity.executable, text="")
 
 
 # Directories that are in no loader cache: the architecture is in the libraries' ELF headers (elf(5)).

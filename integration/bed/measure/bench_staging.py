@@ -83,7 +83,7 @@ def _make_files(mounted: Path) -> tuple[Library, ...]:
         file.chmod(0o644)
         found = file.stat()
         target, real = f"{TARGET}/{file.name}", f"{SOURCE}/{file.name}"
-        files.append(Library(target, real, size=found.st_size, mtime_ns=found.st_mtime_ns))
+        files.append(Library(target, real, "", found.st_size, found.st_mtime_ns, executable=False, text=""))
     return tuple(files)
 
 

@@ -10,11 +10,12 @@ import pytest
 from agent.host.apply.driver_roots import stage
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError
-from agent.model.facts import Library, StagedRoot
+from agent.model.facts import StagedRoot
 from agent.model.paths import STAGING, TREES
 from agent.system.copy import Copies
 from agent.system.files import System
 from agent.system.process import host_runner
+from tests.fakes.facts import library
 from tests.fakes.host import Host
 from tests.fakes.user_space import MAIN, VERSION, cache_of, put, user_space
 
@@ -43,9 +44,9 @@ def test_a_link_that_exists_for_a_moment(tmp_path: Path) -> None:
     host.file(SOURCE, "library")
     host.file(SECRET, "secret!")
     (tmp_path / SECRET.lstrip("/")).chmod(0o600)
-    library = Library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
+    staged = library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
     with pytest.raises(AgentError, match="changed while it was staged"):
-        stage(StagedRoot(0, "nvidia", VERSION, (library,)), host)
+        stage(StagedRoot(0, "nvidia", VERSION, (staged,)), host)
     copies = [path for place in (STAGING, TREES) for path in Path(f"{tmp_path}{place}").rglob("*.so")]
     assert copies == []
 
@@ -54,7 +55,7 @@ def test_a_file_of_another_size_or_time_is_not_copied(host: Host) -> None:
     host.file(SOURCE, "library")
     seen = host.identity(SOURCE)
     for size, mtime_ns in ((6, seen.mtime_ns), (7, seen.mtime_ns + 1)):
-        root = StagedRoot(0, "nvidia", VERSION, (Library("libcuda.so", SOURCE, size=size, mtime_ns=mtime_ns),))
+        root = StagedRoot(0, "nvidia", VERSION, (library("libcuda.so", SOURCE, size=size, mtime_ns=mtime_ns),))
         with pytest.raises(AgentError, match=f"{SOURCE}: changed while it was staged"):
             stage(root, host)
         assert host.entries(f"{STAGING}/0") == ()
@@ -72,9 +73,9 @@ def test_a_file_that_changes_while_it_is_copied_is_not_used(tmp_path: Path) -> N
     """Its copy may have parts of both."""
     host = Upgrading(tmp_path)
     host.file(SOURCE, "library")
-    library = Library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
+    staged = library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
     with pytest.raises(AgentError, match=f"{SOURCE}: changed while it was staged"):
-        stage(StagedRoot(0, "nvidia", VERSION, (library,)), host)
+        stage(StagedRoot(0, "nvidia", VERSION, (staged,)), host)
     assert not host.exists(f"{TREES}/0")
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from agent.host.observe.driver_roots import INDICES, observe_staged
 from agent.host.state.records import MANIFEST
-from agent.model.facts import Library, StagedFacts, StagedRoot
+from agent.model.facts import StagedFacts, StagedRoot
 from agent.model.paths import HOST_NVIDIA, MANIFESTS, TREES
 from agent.system.files import MOUNTS
+from tests.fakes.facts import library
 from tests.fakes.host import Host
 
 
@@ -21,8 +22,8 @@ def stage(host: Host, index: int = 0, place: str = TREES) -> StagedRoot:
         "nvidia",
         "550.163.01",
         (
-            Library("usr/lib/libcuda.so.550.163.01", "/real/libcuda.so.550.163.01", size=4, mtime_ns=7),
-            Library("usr/lib/libcuda.so.1", "", link="libcuda.so.550.163.01"),
+            library("usr/lib/libcuda.so.550.163.01", "/real/libcuda.so.550.163.01", size=4, mtime_ns=7),
+            library("usr/lib/libcuda.so.1", "", link="libcuda.so.550.163.01"),
         ),
     )
     host.make_directory(f"{place}/{index}")

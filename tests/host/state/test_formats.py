@@ -19,8 +19,9 @@ from agent.host.state.gpus import (
 )
 from agent.host.state.records import HANDED, MANIFEST, OWNED_FILES, Handed, Owned
 from agent.model.errors import DocumentError
-from agent.model.facts import GpuFault, Granted, Library, StagedRoot
+from agent.model.facts import GpuFault, Granted, StagedRoot
 from agent.model.paths import GPUS
+from tests.fakes.facts import library
 from tests.fakes.host import Host
 
 GPU, OTHER = "0000:01:00.0", "0000:02:00.0"
@@ -30,8 +31,8 @@ ROOT = StagedRoot(
     "nvidia",
     "550.163.01",
     (
-        Library("usr/lib/libé.so.1", "", link="libé.so"),
-        Library("usr/lib/libé.so", "/real/libé.so", size=4, mtime_ns=7, executable=True),
+        library("usr/lib/libé.so.1", "", link="libé.so"),
+        library("usr/lib/libé.so", "/real/libé.so", size=4, mtime_ns=7, executable=True),
     ),
     "debian",
 )
@@ -162,6 +163,7 @@ def test_unknown_keys_of_the_file_of_gpus_are_ignored(host: Host) -> None:
     ("parse", "data", "old", "new", "expected"),
     [
         (MANIFEST.parse, MANIFEST_FILE, b'"source": "",', b"", r"key files[0].source is missing"),
+        (MANIFEST.parse, MANIFEST_FILE, b'"size": 4,', b"", r"key files[1].size is missing"),
         (
             MANIFEST.parse,
             MANIFEST_FILE,

@@ -25,7 +25,6 @@ from agent.model.facts import (
     Gpu,
     GpuFacts,
     GpuFault,
-    Library,
     MachineFacts,
     Remembered,
     RememberedGpu,
@@ -36,6 +35,7 @@ from agent.model.facts import (
     VendorFacts,
 )
 from agent.model.goal import Done
+from tests.fakes.facts import library
 from tests.fakes.reconciler import GPUS, VENDOR, conditions, outcome
 
 READY = MachineOutcome("gpu-node", conditions(), gpus=GPUS)
@@ -214,7 +214,7 @@ def test_each_gpu_is_described_and_the_storage_is_counted() -> None:
     """Links take no space; free space that could not be observed is not shown."""
     lost = RememberedGpu("0000:03:00.0", "nvidia", "Tesla T4", "GPU-3", ("gpu-node",), lost=1.7e9)
     faults = GpuFacts(faults={GPUS[1]: GpuFault("Xid48", "a double-bit ECC error", 1.6e9)})
-    files = (Library("usr/lib/a.so.1", "/a", size=70), Library("usr/lib/a.so", "", link="a.so.1", size=6))
+    files = (library("usr/lib/a.so.1", "/a", size=70), library("usr/lib/a.so", "", link="a.so.1", size=6))
     root = StagedRoot(0, "nvidia", "550", files)
     samples = scrape(with_facts(remembered=Remembered((lost,)), gpus=faults, staged=(root,), state_free=1 << 30))
     states = {(dict(labels)["gpu"], dict(labels)["state"]) for name, labels in samples if name == "gpu_info"}

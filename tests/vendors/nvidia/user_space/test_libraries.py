@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from agent.model.facts import Absent, Broken, Library, Unseen, VendorFacts
+from agent.model.facts import Absent, Broken, Unseen, VendorFacts
 from agent.model.paths import LOADER_CACHE
 from agent.vendors.nvidia.host import observe_nvidia
+from tests.fakes.facts import library
 from tests.fakes.host import Host
 from tests.fakes.user_space import MAIN, X86, by_target, cache_of, libraries, sources, user_space
 
@@ -25,7 +26,7 @@ def test_debian_splits_the_driver_over_two_directories(host: Host) -> None:
     files = by_target(found)
     assert found.version == "550.163.01"
     assert found.problems == ()
-    assert files[f"{X86}/libcuda.so.550.163.01"] == Library(
+    assert files[f"{X86}/libcuda.so.550.163.01"] == library(
         target=f"{X86}/libcuda.so.550.163.01",
         source="/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.550.163.01",
         size=28712096,

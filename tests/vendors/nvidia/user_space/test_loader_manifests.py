@@ -8,8 +8,9 @@ from msgspec.structs import replace
 from agent.host.apply.driver_roots import stage
 from agent.host.state.records import MANIFEST
 from agent.model.errors import AgentError
-from agent.model.facts import Library, StagedRoot
+from agent.model.facts import StagedRoot
 from agent.model.paths import MANIFESTS, TREES
+from tests.fakes.facts import library
 from tests.fakes.host import Host
 from tests.fakes.user_space import I386, MAIN, VERSION, X86, X86_64, by_target, cache_of, put, user_space
 from tests.fakes.user_space import I686 as I686_HEADER
@@ -106,8 +107,8 @@ def test_the_text_is_staged_and_recorded(host: Host) -> None:
     host.file("/etc/nvidia_icd.json", "long before")
     host.file("/etc/plain.json", "plain")
     identity = host.identity("/etc/nvidia_icd.json")
-    changed = Library("a.json", "/etc/nvidia_icd.json", size=identity.size, mtime_ns=identity.mtime_ns, text="text\n")
-    plain = Library("b.json", "/etc/plain.json", size=5, mtime_ns=identity.mtime_ns)
+    changed = library("a.json", "/etc/nvidia_icd.json", size=identity.size, mtime_ns=identity.mtime_ns, text="text\n")
+    plain = library("b.json", "/etc/plain.json", size=5, mtime_ns=identity.mtime_ns)
     root = StagedRoot(0, "nvidia", VERSION, (changed, plain))
     stage(root, host)
     assert host.read(f"{TREES}/0/a.json") == b"text\n"
@@ -124,7 +125,7 @@ def test_a_directory_that_became_a_link_is_not_followed(host: Host) -> None:
     host.file("/run/nvidia/driver/lib/libcuda.so", "right")
     host.file("/secret/libcuda.so", "wrong")
     identity = host.identity("/run/nvidia/driver/lib/libcuda.so")
-    file = Library("libcuda.so", "/run/nvidia/driver/lib/libcuda.so", size=5, mtime_ns=identity.mtime_ns)
+    file = library("libcuda.so", "/run/nvidia/driver/lib/libcuda.so", size=5, mtime_ns=identity.mtime_ns)
     host.remove_tree("/run/nvidia/driver/lib")
     host.symlink("/run/nvidia/driver/lib", "/secret")
     with pytest.raises(AgentError, match="changed while it was staged"):
