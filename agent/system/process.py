@@ -6,6 +6,7 @@ import resource
 import select
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from signal import SIGKILL, SIGXFSZ
@@ -136,26 +137,28 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
     until the program has ended, so do further calls with the same arguments.
     """
     running: list[int] = []
+    starting = threading.Lock()
 
     def run() -> Completed:
         program = find_program(argv[0])
         with memory_file("stdout") as stdout, memory_file("stderr") as stderr:
             try:
                 # Without preexec_fn, Popen uses vfork. A fork would copy the page tables of the whole service.
-                process = subprocess.Popen(
-                    argv,
-                    executable=program,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stderr,
-                    cwd="/",
-                    env=ENVIRONMENT,
-                    start_new_session=True,
-                )
+                with starting:
+                    process = subprocess.Popen(
+                        argv,
+                        executable=program,
+                        stdin=subprocess.DEVNULL,
+                        stdout=stdout,
+                        stderr=stderr,
+                        cwd="/",
+                        env=ENVIRONMENT,
+                        start_new_session=True,
+                    )
+                    running.append(process.pid)
             except FileNotFoundError as error:
                 # `find_program` has just found the program. So its interpreter or dynamic loader is missing.
                 raise OSError(errno.ENOEXEC, "not a program that this host can run", program) from error
-            running.append(process.pid)
             # The program's output is a file in memory, which counts towards this unit's memory limit: if the program
             # could print without end, the kernel might kill the service. The limit is set only after the start, because
             # setting it between fork and exec would rule out vfork. The program could be started by prlimit(1), which
@@ -172,6 +175,8 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
         return bounded(" ".join(argv), run, timeout + KILL_MARGIN)
     except KeyboardInterrupt:
         # The terminal's Ctrl-C does not reach the program, because the program has a session of its own.
+        # It may have just been started, but not be listed yet. A start from a disk that hangs is not waited for.
+        starting.acquire(timeout=KILL_MARGIN)
         for pid in running:
             kill_group(pid)
         raise

@@ -117,6 +117,13 @@ def test_a_program_ends_with_the_agent_although_another_thread_got_the_signal(tm
     check_that_a_program_ends(tmp_path, "tool_runner", signal.SIGINT, f"{worker}; {blocked}")
 
 
+def test_a_program_ends_with_the_agent_although_it_has_only_just_started(tmp_path: Path) -> None:
+    """On a busy host, the program may already run for a while when the agent gets its number."""
+    slow = "import subprocess, time; P = subprocess.Popen"
+    slow += "; subprocess.Popen = lambda *a, **k: (P(*a, **k), time.sleep(0.5))[0]"
+    check_that_a_program_ends(tmp_path, "host_runner", signal.SIGINT, slow)
+
+
 def check_that_a_program_ends(tmp_path: Path, name: str, number: int, before: str = "pass") -> None:
     """Send a signal to an agent that has run the statements `before`, and then a program, of a minute."""
     pid_file = tmp_path / "pid"
