@@ -165,7 +165,7 @@ def test_image_without_our_half(ready: Bed) -> None:
     assert conditions["MachineRunning"]["status"] == "True"
     for kind in ("DevicesAllowed", "LibrariesLinked", "CDISpecCurrent", "RuntimeConfigured", "RuntimeActive", "Ready"):
         assert (conditions[kind]["status"], conditions[kind]["reason"]) == ("Unknown", "NoReport"), kind
-    assert "its image does not contain the machine half" in conditions["Ready"]["message"]
+    assert "its image lacks the machine half" in conditions["Ready"]["message"]
     assert "containerfiles/" in conditions["Ready"]["message"]
     journal = ready.run("journalctl", "-M", MACHINE, "-b", "-u", "unbounded-agent-gpu", check=False)
     assert "No entries" in journal.stdout
