@@ -56,7 +56,7 @@ RESET = (
 
 FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
     (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): (
-        LOAD,
+        f"{LOAD}  # at each boot: driver.load_modules = true",
         "dmesg | grep -iE 'nvidia|nvrm|key was rejected'  # if that fails",
         "mokutil --sb-state  # a rejected key: Secure Boot wants a signed module",
         "apt install linux-headers-$(uname -r) && dkms autoinstall -k $(uname -r)  # if this kernel has no module",
