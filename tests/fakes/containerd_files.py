@@ -14,17 +14,6 @@ version = 2
 [plugins."io.containerd.internal.v1.opt"]
   path = "/srv/opt"
 """
-DEBIAN_2 = """\
-version = 2
-[plugins]
-  [plugins."io.containerd.grpc.v1.cri"]
-    [plugins."io.containerd.grpc.v1.cri".cni]
-      bin_dir = "/usr/lib/cni"
-      conf_dir = "/etc/cni/net.d"
-  [plugins."io.containerd.internal.v1.opt"]
-    path = "/var/lib/containerd"
-"""
-"""The file of Debian's package, which has no runtime."""
 MAIN_3 = """\
 version = 3
 [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]

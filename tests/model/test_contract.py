@@ -39,7 +39,6 @@ WELL = GpuStatus(
 FAILED = GpuStatus(
     *("0000:02:00.0", "vendor", GpuState.UNHEALTHY, "Xid48", "a double-bit ECC error", Effect.NO_SCHEDULE, 1700000000)
 )
-TWICE = {"pci_address": "0000:01:00.0", "cdi_names": ["v.com/gpu=0"]}
 OFFER = VendorOffer("vendor", ("0000:01:00.0",), ("gpu-0000-01-00-0",), (), "Refused", "403")
 STATUS = DraStatus(1700000000.5, "node", True, (OFFER,), "", "")
 

@@ -65,7 +65,7 @@ def test_ready_has_to_settle_after_many_losses_until_they_are_forgotten() -> Non
     assert machine.see(BAD, SETTLING - 1).reason == "NodesMissing"
     held = machine.see(GOOD)
     assert (held.status, held.reason) == (Status.FALSE, "Settling"), "a fault restarts the time"
-    assert machine.see(GOOD, SETTLING - 1) == held, "the same until the end, so that nothing is written anew"
+    assert machine.see(GOOD, SETTLING - 1) == held, "the same until the end, so nothing is written again"
     assert [machine.see(GOOD, 1).status, machine.see(GOOD).status] == [Status.TRUE, Status.TRUE]
     machine.flap(LOSSES)
     machine.see(BAD, WINDOW)
