@@ -453,6 +453,17 @@ def test_reset_keeps_what_was_there_before_the_first_node(host: NodeHost) -> Non
     assert host.entries(directory) == ("50-own.conf",)
 
 
+def test_reset_keeps_the_target_with_which_another_machine_starts(host: NodeHost, capsys: Capture) -> None:
+    run(host)
+    host.symlink(wanted("systemd-nspawn@other.service"), "/usr/lib/systemd/system/systemd-nspawn@.service")
+    assert undo(host) == 0
+    assert host.exists(wanted("machines.target"))
+    assert (
+        "note: machines.target stays enabled: it starts systemd-nspawn@other.service at boot" in capsys.readouterr().err
+    )
+    assert not host.exists(AS_FOUND[0])
+
+
 def test_reset_removes_drivers_only_with_the_last_machine(host: NodeHost) -> None:
     """Also a machine without a node uses them."""
     agent = node_reconciler(host)

@@ -7,7 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agent.host.apply.steps import Progress, apply
-from agent.host.observe.machine import is_enabled, observe_units
+from agent.host.observe.machine import enabling_link, is_enabled, observe_units
 from agent.host.provision import plan
 from agent.host.provision.apply import performers
 from agent.host.provision.host_settings import observe_host, restorable
@@ -96,7 +96,16 @@ def _host(machine: str, system: System) -> plan.HostFacts:
     files = tuple(NodeFile(path, b"") for path in host.files)
     goal = HostSettings({each: value or "" for each, value in host.sysctls.items()}, tuple(host.modules), True, files)
     units = {unit: is_enabled(unit, system) for unit in found.units}
-    return plan.HostFacts(observe_host(goal, system), units, Network(), replace(found, host=host), others)
+    restored = replace(found, host=host, units={} if _starting(machine, system) else found.units)
+    return plan.HostFacts(observe_host(goal, system), units, Network(), restored, others)
+
+
+def _starting(machine: str, system: System) -> tuple[str, ...]:
+    """Return the units that start at boot with the target that starts the machine, which so has to stay enabled."""
+    try:
+        return system.entries(posixpath.dirname(enabling_link(machine_unit(machine))))
+    except FileNotFoundError:
+        return ()
 
 
 def _leftovers(network: NetworkSource, system: System) -> Leftovers:
@@ -117,4 +126,6 @@ def _compare(machine: str, network: NetworkSource, system: System) -> tuple[tupl
     differences = [*plan.since_found(found.host, host.state), *units]
     differences += [f"{each.describe()} is still there" for each in left.remove]
     kept = [f"{each.describe()} is new; remove it if the node made it" for each in left.keep]
+    needed = {unit for unit, on in host.units.items() if on and not recorded.units.get(unit)} - found.units.keys()
+    kept += [f"{unit} stays enabled: it starts {', '.join(_starting(machine, system))} at boot" for unit in needed]
     return tuple(differences), (*restorable(recorded.host, system)[1], *kept)
