@@ -104,6 +104,7 @@ def host(tmp_path: Path, programs: Programs) -> Host:
     host = Host(tmp_path, runner=programs)
     programs.host = host
     host.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n  8 sd\n")
+    host.file("/proc/sys/kernel/osrelease", "6.12.0\n")
     host.file("/usr/bin/nvidia-modprobe", executable=True)
     host.pci = (PciDevice(GPU, 0x10DE, 0x030200),)
     return host

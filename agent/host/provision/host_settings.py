@@ -14,6 +14,7 @@ from agent.model.errors import AgentError, CommandError
 from agent.model.node import FoundFile, HostSettings, HostState, NodeFile, Swap
 from agent.model.typed_json import Base64
 from agent.system.files import NOT_FOUND, System
+from agent.system.modules import is_loaded, load_module
 
 # Plans the settings of a host with nodes: kernel parameters, modules, swap, and the files that nodes need. Pure.
 
@@ -125,7 +126,6 @@ def _needs_writing(file: NodeFile, state: HostState) -> bool:
 
 
 SWAPS = "/proc/swaps"
-RELEASE = "/proc/sys/kernel/osrelease"
 ESCAPED = re.compile(r"\\([0-7]{3})")
 """A blank or backslash of a path, as the kernel writes it (seq_file_path in mm/swapfile.c)."""
 NOWHERE = "/dev/null"
@@ -141,19 +141,12 @@ RELOAD_LIMIT = 90.0
 
 def observe_host(goal: HostSettings, system: System) -> HostState:
     """Return the current values of everything that a goal names. Swap is always observed, whatever the goal says."""
-    built_in = ""
-    if goal.modules:
-        path = f"/lib/modules/{system.read_text(RELEASE).strip()}/modules.builtin"
-        built_in = system.read_text(path).replace("-", "_") if system.exists(path) else ""
-    plain = {module: module.replace("-", "_") for module in goal.modules}
     # The directories of the files, outermost first, without `/`.
     parts = [posixpath.dirname(file.path).split("/") for file in goal.files]
     directories = dict.fromkeys("/".join(each[:length]) for each in parts for length in range(2, len(each) + 1))
     return HostState(
         sysctls={name: _sysctl(name, system) for name in goal.sysctls},
-        modules={
-            module: system.exists(f"/sys/module/{name}") or f"/{name}.ko" in built_in for module, name in plain.items()
-        },
+        modules={module: is_loaded(module, system) for module in goal.modules},
         swaps=tuple(sorted(_swaps(system), key=lambda swap: swap.path)),
         files={file.path: _file(file.path, system) for file in goal.files},
         absent_directories=tuple(each for each in directories if not system.exists(each)),
@@ -166,7 +159,7 @@ def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
     # Load modules first: some sysctls exist only while their module is loaded.
     for module in goal.modules:
         if not before.modules.get(module):
-            system.run("modprobe", "--use-blacklist", "--", module, timeout=MODPROBE_LIMIT)
+            load_module(module, MODPROBE_LIMIT, system)
     written = [file for file in goal.files if _needs_writing(file, before)]
     for file in written:
         system.write(file.path, file.content, file.mode)

@@ -28,6 +28,7 @@ from agent.model.text import whole_number
 from agent.system.deadlines import read_device_text, read_device_texts
 from agent.system.devices import program_runs
 from agent.system.files import System
+from agent.system.modules import is_loaded, load_module
 from agent.system.trust import classify_error, entries_if_present, read_seen
 from agent.vendors.host_vendor import PROC_DEVICES, Sources, parse_majors
 from agent.vendors.nvidia.contract import DIRECTORIES, WRITABLE
@@ -320,7 +321,7 @@ def _paths(nodes: Iterable[Node]) -> str:
     return ", ".join(node.path for node in nodes)
 
 
-# Loads NVIDIA's kernel modules. modprobe(8) loads each one, so that the host's modprobe.d can forbid it.
+# Loads NVIDIA's kernel modules.
 
 NEEDED = ("nvidia", "nvidia_uvm")
 """Modules without which no container can compute."""
@@ -391,8 +392,7 @@ def _load(system: System, module: str, report: Callable[[str], None]) -> None:
     Raises AgentError in two more cases: because of a line in modprobe.d, modprobe succeeds without loading the module;
     or the version of the module on disk differs from that of the loaded driver, so that it cannot work with it.
     """
-    path = f"/sys/module/{module}"
-    if system.exists(path):
+    if is_loaded(module, system):
         return
     if system.exists(MODULE_VERSION):
         loaded = system.read_text(MODULE_VERSION).strip()
@@ -406,12 +406,5 @@ def _load(system: System, module: str, report: Callable[[str], None]) -> None:
                 f"kernel module nvidia {loaded} is loaded, but {module} on disk has version {on_disk}",
                 "the driver was upgraded: reload its modules, or reboot the host",
             )
-    # With --use-blacklist, modprobe does not load a blacklisted module, and exits with 0.
-    system.run("modprobe", "--use-blacklist", "--", module, timeout=MODPROBE_LIMIT)
-    if not system.exists(path):
-        raise AgentError(
-            f"kernel module {module} was not loaded: modprobe.d blacklists it, or has an alias or install line for "
-            f"{module}",
-            f"see `modprobe --show-depends {module}` and /etc/modprobe.d/; remove that line, or load {module} by hand",
-        )
+    load_module(module, MODPROBE_LIMIT, system)
     report(f"loaded kernel module {module}")

@@ -12,7 +12,6 @@ from agent.host.provision.host_settings import (
     MODULES,
     NEEDRESTART,
     NO_SWAP,
-    RELEASE,
     SWAPS,
     SYSCTLS,
     apply_host,
@@ -25,6 +24,7 @@ from agent.host.provision.host_settings import (
 )
 from agent.model.errors import AgentError
 from agent.model.node import HostSettings, Swap
+from agent.system.modules import RELEASE
 from agent.system.process import Completed
 from tests.fakes.host import Host, ScriptedRunner
 from tests.fakes.node_settings import config
@@ -39,6 +39,8 @@ class Kernel(ScriptedRunner):
     def __init__(self, tree: Path) -> None:
         super().__init__()
         self.swaps = {"/dev/sda2": -2, "/swap\\040\u00a0file": 5}
+        self.blacklisted = ""
+        """A module that modprobe.d forbids."""
         self.busy: set[str] = set()
         """Modules that cannot be unloaded."""
         self.unready: set[str] = set()
@@ -56,7 +58,7 @@ class Kernel(ScriptedRunner):
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         self.calls.append(argv)
         match argv:
-            case ("modprobe", "--use-blacklist", "--", module):
+            case ("modprobe", "--use-blacklist", "--", module) if module != self.blacklisted:
                 self.host.file(f"/sys/module/{module}/refcnt", "0\n")
                 for name in ("iptables", "ip6tables") if module == "br_netfilter" else ():
                     self.host.file(f"/proc/sys/net/bridge/bridge-nf-call-{name}", "0\n")
@@ -72,7 +74,7 @@ class Kernel(ScriptedRunner):
                 return Completed(255, b"", b"swapon: read swap header failed")
             case ("swapon", *options, path):
                 self.swaps[path.replace(" ", "\\040")] = int(options[1]) if options else -3
-            case ("systemctl", "daemon-reload"):
+            case ("systemctl", "daemon-reload") | ("modprobe", "--use-blacklist", "--", _):
                 pass
             case _:
                 raise AssertionError(f"nobody expected {argv}")
@@ -188,6 +190,15 @@ def test_a_swap_that_its_own_unit_sets_up(host: Host, kernel: Kernel) -> None:
     kernel.unready.add("/dev/sda2")
     with pytest.raises(AgentError, match=r"cannot use /dev/sda2 as swap again: .*`systemctl start swap\.target`"):
         undo_host(found, host)
+
+
+@pytest.mark.parametrize("module", ["br_netfilter", "nf_conntrack"])
+def test_a_module_that_the_host_forbids(host: Host, kernel: Kernel, module: str) -> None:
+    """modprobe succeeds without loading it."""
+    kernel.blacklisted = module
+    with pytest.raises(AgentError, match=rf"module {module} was not loaded: modprobe\.d .*`modprobe --show-depends"):
+        apply_host(goal(), observe_host(goal(), host), host)
+    assert not host.exists(SYSCTLS)
 
 
 def test_a_parameter_that_the_kernel_does_not_have(host: Host, kernel: Kernel) -> None:
