@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -15,6 +16,9 @@ from agent.model.node import FoundFile, HostSettings, HostState, NodeFile, Swap
 from agent.model.typed_json import Base64
 from agent.system.files import NOT_FOUND, System
 from agent.system.modules import is_loaded, load_module
+from agent.system.trust import entries_if_present
+
+Value = TypeVar("Value", bound=str | None)
 
 # Plans the settings of a host with nodes: kernel parameters, modules, swap, and the files that nodes need. Pure.
 
@@ -31,9 +35,11 @@ KUBELET_SYSCTLS: Mapping[str, str] = {
 FORWARDING: Mapping[str, str] = {
     "net.bridge.bridge-nf-call-ip6tables": "1",
     "net.bridge.bridge-nf-call-iptables": "1",
-    "net.ipv4.ip_forward": "1",
+    (IP_FORWARD := "net.ipv4.ip_forward"): "1",
 }
 """What CNI plugins and kube-proxy need in the node's network namespace."""
+INTERFACES = "net.ipv4.conf."
+"""A change of IP_FORWARD changes parameters below this (inet_forward_change in net/ipv4/devinet.c)."""
 BRIDGE = "net.bridge."
 BRIDGE_MODULE = "br_netfilter"
 """The module that provides the parameters below BRIDGE."""
@@ -70,12 +76,17 @@ def host_goal(config: Config) -> HostSettings:
     if swap_off := any(host.swap == "off" for host in hosts):
         texts[NO_SWAP] = ""
     files = tuple(NodeFile(path, text.encode()) for path, text in sorted(texts.items()))
-    return HostSettings(dict(sorted(sysctls.items())), modules, swap_off, files)
+    return HostSettings(dict(_in_order(sysctls)), modules, swap_off, files)
 
 
 def sysctl_lines(sysctls: Mapping[str, str]) -> str:
     """Return the lines of a sysctl.d(5) file. The `-` makes systemd ignore parameters that the kernel does not have."""
-    return "".join(f"-{name} = {value}\n" for name, value in sorted(sysctls.items()))
+    return "".join(f"-{name} = {value}\n" for name, value in _in_order(sysctls))
+
+
+def _in_order(sysctls: Mapping[str, Value]) -> list[tuple[str, Value]]:
+    """Return parameters in the order in which they have to be set: IP_FORWARD before those that it changes."""
+    return sorted(sysctls.items(), key=lambda each: (each[0].startswith(INTERFACES), each[0]))
 
 
 SWAPPED = str.maketrans("./", "/.")
@@ -145,12 +156,25 @@ def observe_host(goal: HostSettings, system: System) -> HostState:
     parts = [posixpath.dirname(file.path).split("/") for file in goal.files]
     directories = dict.fromkeys("/".join(each[:length]) for each in parts for length in range(2, len(each) + 1))
     return HostState(
-        sysctls={name: _sysctl(name, system) for name in goal.sysctls},
+        sysctls={name: _sysctl(name, system) for name in (*_lost_with_forwarding(goal, system), *goal.sysctls)},
         modules={module: is_loaded(module, system) for module in goal.modules},
         swaps=tuple(sorted(_swaps(system), key=lambda swap: swap.path)),
         files={file.path: _file(file.path, system) for file in goal.files},
         absent_directories=tuple(each for each in directories if not system.exists(each)),
     )
+
+
+def _lost_with_forwarding(goal: HostSettings, system: System) -> Iterator[str]:
+    """Yield the parameters that have other values once IP_FORWARD was changed to the goal's and then set back."""
+    forward = _sysctl(IP_FORWARD, system)
+    if forward is None or goal.sysctls.get(IP_FORWARD, forward) == forward:
+        return
+    if _sysctl(redirects := f"{INTERFACES}all.accept_redirects", system) == forward:
+        yield redirects
+    for interface in entries_if_present(system, sysctl_path(INTERFACES)):
+        name = sysctl_name(f"net/ipv4/conf/{interface}/forwarding")
+        if interface != "all" and _sysctl(name, system) != forward:
+            yield name
 
 
 def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
@@ -196,7 +220,9 @@ def undo_host(found: HostState, system: System) -> None:
     steps += [partial(system.remove_temporary, path) for path in found.files]
     steps += [partial(system.remove_empty_directory, each) for each in reversed(found.absent_directories)]
     steps.append(partial(_reload, changed, system))
-    steps += [partial(_set_sysctl, name, value, system) for name, value in found.sysctls.items() if value is not None]
+    steps += [
+        partial(_set_sysctl, name, value, system) for name, value in _in_order(found.sysctls) if value is not None
+    ]
     active = {swap.path for swap in _swaps(system)}
     steps += [partial(_swap_on, swap, system) for swap in found.swaps if swap.path not in active]
     steps += [partial(_unload, module, system) for module, loaded in found.modules.items() if not loaded]

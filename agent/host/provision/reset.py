@@ -20,6 +20,7 @@ from agent.model.paths import machine_unit, unit_drop_in
 from agent.system.copy import refuse_mounts
 from agent.system.files import System
 from agent.system.network import NetworkSource
+from agent.system.trust import entries_if_present
 
 
 class Ending(Struct, frozen=True):
@@ -102,10 +103,7 @@ def _host(machine: str, system: System) -> plan.HostFacts:
 
 def _starting(machine: str, system: System) -> tuple[str, ...]:
     """Return the units that start at boot with the target that starts the machine, which so has to stay enabled."""
-    try:
-        return system.entries(posixpath.dirname(enabling_link(machine_unit(machine))))
-    except FileNotFoundError:
-        return ()
+    return entries_if_present(system, posixpath.dirname(enabling_link(machine_unit(machine))))
 
 
 def _leftovers(network: NetworkSource, system: System) -> Leftovers:

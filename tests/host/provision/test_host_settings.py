@@ -29,8 +29,26 @@ from agent.system.process import Completed
 from tests.fakes.host import Host, ScriptedRunner
 from tests.fakes.node_settings import config
 
-FOUND = {name: "7" for name in KUBELET_SYSCTLS} | {"net.ipv4.ip_forward": "0", "vm.max_map_count": "65530"}
+REDIRECTS = "net.ipv4.conf.all.accept_redirects"
+FOUND = {
+    **{name: "7" for name in KUBELET_SYSCTLS},
+    **{"net.ipv4.ip_forward": "0", REDIRECTS: "0", "net.ipv4.conf.default.forwarding": "0"},
+    **{"net.ipv4.conf.br0.forwarding": "1", "net.ipv4.conf.eth0/100.forwarding": "0"},
+    "vm.max_map_count": "65530",
+}
 HEADER = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n"
+
+
+class Interfaces(Host):
+    """Their parameters change with that of the host (inet_forward_change in net/ipv4/devinet.c)."""
+
+    def write_kernel(self, path: str, value: str) -> None:
+        super().write_kernel(path, value)
+        if path == sysctl_path("net.ipv4.ip_forward"):
+            for name in FOUND:
+                if name.endswith(".forwarding"):
+                    self.file(sysctl_path(name), value)
+            self.file(sysctl_path(REDIRECTS), str(1 - int(value)))
 
 
 class Kernel(ScriptedRunner):
@@ -45,7 +63,7 @@ class Kernel(ScriptedRunner):
         """Modules that cannot be unloaded."""
         self.unready: set[str] = set()
         """Swaps that something else has to set up first."""
-        self.host = host = Host(tree, runner=self)
+        self.host = host = Interfaces(tree, runner=self)
         host.file(RELEASE, "6.1.0\n")
         host.file("/lib/modules/6.1.0/modules.builtin", "kernel/fs/overlayfs/overlay.ko\n")
         host.file(MODULES.rpartition("/")[0] + "/.keep")
@@ -106,12 +124,12 @@ def settings(host: Host) -> dict[str, bytes]:
     return {str(place): place.read_bytes().strip() if place.is_file() else b"" for place in places}
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_up_and_reset_leave_the_host_as_it_was(host: Host, kernel: Kernel, masked: bool) -> None:
+@pytest.mark.parametrize(("masked", "own"), [(False, {}), (True, {REDIRECTS: "1"})])
+def test_up_and_reset_leave_the_host_as_it_was(host: Host, kernel: Kernel, masked: bool, own: dict[str, str]) -> None:
     """Also if somebody masked swap before."""
     if masked:
         host.symlink(NO_SWAP, "/dev/null")
-    before, wanted = settings(host), goal(sysctls={"vm/max_map_count": "262144"})
+    before, wanted = settings(host), goal(sysctls={"vm/max_map_count": "262144", **own})
     found = observe_host(wanted, host)
     assert differs(wanted, found)
     apply_host(wanted, found, host)
