@@ -31,8 +31,6 @@ from agent.system.journal import INFO, WARNING, say
 from agent.vendors.cdi import narrowed, normalised
 from agent.vendors.machine_vendor import CdiMode, Generated, MachineVendor, Verdict, looked_up
 
-SHOWN = 10
-"""How many parts, or pods, a message names, because its length is limited; the others are counted."""
 KIND = ConditionType.CDI_SPEC_CURRENT
 UNPARTITIONED_FOR = 600.0
 """Seconds for which a GPU that is usable only in partitions, but has none, does not count as missing. The time is
@@ -297,12 +295,12 @@ def _attempt(
     verdict, generator, left_out = new.verdict, vendor.tools[0] if vendor.tools else "this agent", ""
     if made.left_out:
         left_out = f"EditsLeftOut: this agent does not know all that {generator} writes, and has left out of "
-        left_out += f"{own.path}: {first_of(made.left_out, SHOWN)}"
+        left_out += f"{own.path}: {first_of(made.left_out)}"
     words = (Remark.EDITS_LEFT_OUT,) if left_out else ()
     is_worse = current and not (current.verdict.problems or verdict.missing <= current.verdict.missing)
     if verdict.problems or is_worse:
-        faults = verdict.problems or (f"{', '.join(sorted(verdict.missing))} is not in it",)
-        why = "; ".join(filter(None, (*faults, left_out, *made.remarks)))
+        faults = first_of(verdict.problems, separator="; ") or f"{first_of(sorted(verdict.missing))} is not in it"
+        why = "; ".join(filter(None, (faults, left_out, *made.remarks)))
         message = f"the new CDI specification failed the check: {why}"
         refusal = _kept(context, spec, current, Reason.SPEC_REFUSED, message)
         return refusal._replace(condition=refusal.condition._replace(remarks=words))
@@ -333,13 +331,13 @@ def _condition(spec: _Spec, verdict: Verdict, generator: str) -> Condition:
     if verdict.missing:
         names = [*(f"GPU {gpu}" for gpu in verdict.missing_gpus), *verdict.missing_partitions]
         log = ", and the driver's lines (NVRM, Xid) in `dmesg` on the host" if verdict.missing_gpus else ""
-        message = f"{generator} does not list {', '.join(names)}: see DevicesAllowed{log}; the others are served"
+        message = f"{generator} does not list {first_of(names)}: see DevicesAllowed{log}; the others are served"
         gpus = dict.fromkeys((*verdict.missing_gpus, *verdict.missing_partitions.values()))
         reason = Reason.GPU_MISSING if verdict.missing_gpus else Reason.PARTITION_MISSING
         return false(KIND, reason, message, gpus)
     message = f"{spec.own.path} has {spec.own.kind if spec.mode else f'{len(verdict.devices)} device names'}"
     if verdict.not_in_spec:
-        message += f"; NotInSpec (the generator leaves them out): {', '.join(verdict.not_in_spec)}"
+        message += f"; NotInSpec (the generator leaves them out): {first_of(verdict.not_in_spec)}"
     return true(KIND, Reason.VERIFIED, message)
 
 
@@ -371,7 +369,7 @@ def _kept(context: Context, spec: _Spec, current: _Candidate | None, reason: Rea
     if current is None:
         return Published(false(KIND, reason, f"{message}. There is no usable CDI specification"))
     if current.verdict.problems:
-        faults = "; ".join(current.verdict.problems)
+        faults = first_of(current.verdict.problems, separator="; ")
         why = f"{message}. The published CDI specification stays, but is out of date: {faults}"
         return Published(false(KIND, reason, why))
     why = f"{message}. The last good CDI specification stays in use"
@@ -472,7 +470,7 @@ def outdated_remark(context: Context) -> str:
     """Return the remark on CDISpecCurrent that names the outdated pods; empty if there are none."""
     pods = sorted(outdated_pods(context).items())
     described = [f"{quoted(pod)} ({', '.join(sorted(outdated))})" for pod, outdated in pods]
-    what = f"; PodsOutdated (recreate them: they keep what they were made with): {first_of(described, SHOWN)}"
+    what = f"; PodsOutdated (recreate them: they keep what they were made with): {first_of(described)}"
     return what if pods else ""
 
 

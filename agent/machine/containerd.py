@@ -33,7 +33,7 @@ from agent.model.errors import AgentError, CommandError, DocumentError, ExitCode
 from agent.model.handoff import Repair, Request
 from agent.model.json_document import parse_toml
 from agent.model.paths import MACHINE_STATE
-from agent.model.text import dotted, one_line, sha256, whole_number
+from agent.model.text import dotted, first_of, one_line, sha256, whole_number
 from agent.system.files import System
 from agent.system.kubelet_identity import other_runtime, program_with_kubelet
 from agent.vendors.cdi import without_groups
@@ -682,7 +682,7 @@ def _note_effective(notes: Notes, effective: Table) -> None:
 def _problem(context: Context, vendor: MachineVendor, change: _Change, effective: Table) -> str:
     configuration, default = change.configuration, context.handoff.default_runtime
     found = containerd_tables.problems(configuration.dump, effective, change.document, vendor.handler, default=default)
-    problem = "; ".join(found)
+    problem = first_of(tuple(found), separator="; ")
     if problem and configuration.loaded_later:
         later = ", ".join(configuration.loaded_later)
         problem += f"; loaded after {configuration.drop_in}, and may override it: {later}"

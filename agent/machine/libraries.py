@@ -142,7 +142,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     # Conflicting files are left out: a file that is not a library would never be in the cache.
     missing, shadowed = _refresh_loader_cache(context, request, needed - {*plan.conflicts}, plan, pending=pending)
     if plan.conflicts:
-        in_the_way = ", ".join(_describe(system, path) for path in plan.conflicts)
+        in_the_way = first_of([_describe(system, path) for path in plan.conflicts])
         advice = f"or the package that contains them (`dpkg -S {plan.conflicts[0]}` in the machine)"
         message = (
             f"in the way of the driver's files, but not made by the agent: {in_the_way}; remove these files, {advice}"
@@ -151,10 +151,10 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     if missing:
         unlisted = ", ".join(sorted({posixpath.dirname(path) for path in missing}))
         advice = f"add a line for {unlisted} to a file in {LOADER_CONFIGURATION}"
-        message = f"ldconfig does not list {', '.join(missing)}: {advice}"
+        message = f"ldconfig does not list {first_of(missing)}: {advice}"
         return false(KIND, Reason.NOT_IN_LOADER_CACHE, message)
     if shadowed:
-        taken = ", ".join(f"{other} instead of {path}" for path, other in sorted(shadowed.items()))
+        taken = first_of([f"{other} instead of {path}" for path, other in sorted(shadowed.items())])
         advice = f"remove that, or the line with its directory in {LOADER_CONFIGURATION}, then run ldconfig"
         return false(KIND, Reason.SHADOWED, f"programs in this machine load {taken}: {advice}")
     return true(KIND, Reason.LINKED, f"{len(wanted)} links into {root}" if root else "no links are needed")

@@ -7,6 +7,8 @@ from unicodedata import category
 
 MESSAGE_LIMIT = 2000
 """Characters that a condition's message may have."""
+LISTED = 10
+"""How many items of a list, whose length nothing limits, a message names, so that what follows them is not cut off."""
 
 BLANK = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0"
@@ -58,7 +60,7 @@ def counted(number: int, singular: str, plural: str = "") -> str:
     return f"{number} {singular if number == 1 else plural or f'{singular}s'}"
 
 
-def first_of(items: Sequence[str], number: int, separator: str = ", ") -> str:
+def first_of(items: Sequence[str], number: int = LISTED, separator: str = ", ") -> str:
     """Return the first items, up to this number, and how many more there are: `a, b and 2 more`."""
     more = len(items) - number
     return separator.join(items[:number]) + (f" and {more} more" if more > 0 else "")

@@ -920,15 +920,18 @@ def test_a_containerd_that_did_not_answer_is_run_again(
 
 
 def loses(done: Completed) -> Completed:
-    return done._replace(stdout=done.stdout.replace(b"SystemdCgroup = true", b""))
+    return done._replace(stdout=done.stdout.replace(b"SystemdCgroup = true", b"").replace(b"x = 7", b""))
 
 
-def test_a_lost_setting_reverts_everything(machine: Machine) -> None:
-    machine.put(MAIN, MAIN_2)
+@pytest.mark.parametrize("number", [0, 99])
+def test_a_lost_setting_reverts_everything(machine: Machine, number: int) -> None:
+    before = MAIN_2 + "".join(f'[plugins."io.containerd.{index}"]\nx = 7\n' for index in range(number))
+    machine.put(MAIN, before)
     on_read_back(machine, loses)
     run(machine)
     assert "options.SystemdCgroup is lost" in machine.message("RuntimeConfigured")
-    assert machine.read_text(MAIN) == MAIN_2
+    assert "; restored " in machine.message("RuntimeConfigured")
+    assert machine.read_text(MAIN) == before
 
 
 def test_a_change_while_a_fault_is_found_is_checked_by_the_next_run(machine: Machine) -> None:

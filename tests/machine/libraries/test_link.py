@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.machine.libraries import FOREIGN, link_directories, plan_links, wanted_links
+from agent.machine.libraries import FOREIGN, LOADER_CONFIGURATION, link_directories, plan_links, wanted_links
 from agent.machine.run import run
 from agent.model.handoff import GrantedFile
 from agent.model.paths import MACHINE_STATE
@@ -320,6 +320,29 @@ def test_a_stub_that_the_loader_prefers_is_reported(machine: Machine, more: str)
     assert machine.calls.count(("ldconfig",)) == 1
     machine.program("ldconfig", lambda argv: ldconfig(machine, argv))
     assert machine.verdict("LibrariesLinked") == ("True", "Linked")
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [("Conflict", "in the machine)"), ("NotInLoaderCache", LOADER_CONFIGURATION), ("Shadowed", "then run ldconfig")],
+)
+def test_a_whole_driver_cuts_off_no_advice(machine: Machine, reason: str, advice: str) -> None:
+    """As in an image that has a driver of its own."""
+    names = [f"libnvidia-{index}-{'x' * 20}.so" for index in range(60)]
+    linked = [GrantedFile(f"{LIBRARIES}/{name}.1", f"{name}.{VERSION}") for name in names]
+    machine.hand(REQUEST._replace(files=(*linked, *(GrantedFile(f"{LIBRARIES}/{name}.{VERSION}") for name in names))))
+    if reason == "Conflict":
+        for name in names:
+            machine.put(f"{MULTIARCH}/{name}.1", "theirs")
+    elif reason == "NotInLoaderCache":
+        machine.put("/etc/ld.so.cache")
+        machine.program("ldconfig", "")
+    else:
+        for name in names:
+            machine.put(f"/opt/{name}.1", "another driver's")
+        put_first("\n".join(f"\t{name}.1 (libc6,x86-64) => /opt/{name}.1" for name in names))(machine)
+    assert machine.verdict("LibrariesLinked") == ("False", reason)
+    assert machine.message("LibrariesLinked").endswith(advice)
 
 
 @pytest.mark.parametrize("listed", [True, False])

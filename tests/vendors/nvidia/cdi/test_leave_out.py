@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from agent.machine.run import run
 from agent.model.device import DeviceNumber
+from agent.model.handoff import GrantedDevice
 from agent.vendors.cdi import normalised
 from agent.vendors.machine_vendor import Verdict
 from agent.vendors.nvidia.contract import HOOK
@@ -200,6 +201,26 @@ def test_what_is_dangerous_is_refused(name: str) -> None:
     edit, named = DANGEROUS[name]
     *_, verdict = sifted(edited(UNKNOWN["variable"][0], edit, UNKNOWN["edits"][0]))
     assert named in "; ".join(verdict.problems)
+
+
+def test_many_faults_cut_off_nothing_that_follows(tmp_path: Path) -> None:
+    """Neither many nodes that nvidia-ctk leaves out, nor many problems, nor many missing MIG instances."""
+    machine = settle(tmp_path / "machine", edited(UNKNOWN["edits"][0]))
+    channels = [f"/dev/nvidia-caps-imex-channels/channel{index}" for index in range(64)]
+    for index, path in enumerate(channels):
+        machine.node(path, 241, index)
+    granted = (GrantedDevice(path, "imex-channel", 241, index) for index, path in enumerate(channels))
+    machine.hand(REQUEST._replace(devices=(*REQUEST.devices, *granted)))
+    assert machine.verdict("CDISpecCurrent") == ("True", "EditsLeftOut")
+    assert f"NotInSpec (the generator leaves them out): {channels[0]}, " in machine.message("CDISpecCurrent")
+    dangerous = edited(UNKNOWN["edits"][0], *(added("env", f"LD_PRELOAD={'x' * 40}{index}") for index in range(99)))
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, dangerous, "1.21.0"))
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    assert machine.verdict("CDISpecCurrent") == ("False", "SpecRefused")
+    assert machine.message("CDISpecCurrent").endswith("The last good CDI specification stays in use")
+    machine.put("/etc/cdi/nvidia.yaml", json.dumps(dangerous))
+    assert machine.verdict("CDISpecCurrent") == ("False", "SpecRefused")
+    assert "The published CDI specification stays, but is out of date" in machine.message("CDISpecCurrent")
 
 
 def test_what_a_machine_reports(tmp_path: Path) -> None:
