@@ -141,14 +141,14 @@ def granted_to(address: str, facts: Facts, planned: Plan, configured: Container[
 
     Raises AgentError if a machine may run, or start, with the GPU, and its settings cannot be changed now.
     """
+    nodes = gpu_nodes(facts, address)
     for machine in facts.machines:
         # If a configured machine has ended, its settings can still be changed: they are written before its next start.
         cannot_change = machine.name in planned.held and not (machine.stays_ended and machine.name in configured)
-        now = machine.granted
-        if cannot_change and (address in now.gpus if isinstance(now, Granted) else not isinstance(now, Absent)):
+        unknown = machine.live_unseen or not isinstance(machine.granted, Granted | Absent)
+        if cannot_change and (unknown or address in machine.kept_gpus or may_open(machine, nodes)):
             raise AgentError(f"cannot change machine {machine.name}: {planned.held[machine.name]}")
     # A machine that may still open the GPU counts too, even if it has been granted another GPU instead.
-    nodes = gpu_nodes(facts, address)
     permitted = {machine.name for machine in facts.machines if may_open(machine, nodes)}
     return tuple(
         sorted(

@@ -3,21 +3,23 @@
 The processes are synthetic, and exit when a test says so.
 """
 
+import errno
 import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent.config.settings import Config
 from agent.host.detach import Ending, Timing, attach, detach, holders
 from agent.host.reconcile import Reconciler
-from agent.host.state.gpus import forget_detached, observe_gpus, record_detached
+from agent.host.state.gpus import GRANTED, forget_detached, observe_gpus, record_detached
 from agent.host.state.locks import pass_lock
 from agent.model.conditions import ConditionType, Status
 from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import DeviceAllow, Unseen, parse_live
 from agent.model.handoff import FabricAnswer
-from agent.model.paths import GPUS, handoff_file, live_file, node_record, nspawn_file, report_directory
+from agent.model.paths import GPUS, granted_file, handoff_file, live_file, node_record, nspawn_file, report_directory
 from tests.fakes.clock import Clock
 from tests.fakes.detach_site import FAST, HOLDER, Interrupted, Site
 from tests.fakes.gpu_host import MACHINE, UNITS, units
@@ -418,15 +420,20 @@ def test_an_unknown_address_is_bad_input(site: Site) -> None:
         holders("", site.agent)
 
 
-@pytest.mark.parametrize("state", ["unseen", "starting", "a node of up"])
+@pytest.mark.parametrize("state", ["unseen", "starting", "a node of up", "may open it", "live unseen"])
 def test_a_machine_that_cannot_be_changed_now_keeps_its_gpu(site: Site, state: str) -> None:
     """Something else could not be observed, or the machine is not configured, but starts with the settings it had."""
     agent = Reconciler(Config(machines={}), site.host, site.host)
-    units(site.host, "active" if state == "unseen" else "inactive", stopped_at=1)
+    units(site.host, "inactive" if state in ("starting", "a node of up") else "active", stopped_at=1)
     said = ""
     if state == "unseen":
         agent = site.configure(gpus="count=2")
         site.host.failing["/var/lib/unbounded-agent/driver-roots"] = PermissionError(13, "Permission denied")
+    elif state in ("may open it", "live unseen"):
+        granted = GRANTED.parse("", site.host.read(granted_file(MACHINE)))
+        site.host.write(granted_file(MACHINE), GRANTED.render(replace(granted, gpus=(FIRST,))))
+        if state == "live unseen":
+            site.host.failing[live_file(MACHINE)] = OSError(errno.EIO, "Input/output error")
     elif state == "starting":
         site.host.bus.jobs[UNITS[0]] = "start"
     else:

@@ -208,15 +208,25 @@ def _refusal(goal: MachineGoal, facts: Facts) -> str | Unseen | None:
 
 
 def _removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
-    """Return removals of owned files that no machine needs any longer. Files of held machines stay."""
+    """Return removals of owned files that no machine needs any longer. Files of held machines stay.
+
+    So do files that could not be read, or are links or directories: somebody else may have put them there. All files of
+    a machine stay while it is unknown what `_permission_removals` would remove: without them, later passes would not
+    find the machine.
+    """
     wanted = {file.path for file in plan.goal.files()}
     wanted |= {path for name in plan.held for path in machine_files(name)}
+    for machine in facts.machines:
+        drop_in = facts.files.get(device_allow_drop_in(machine.name))
+        unread = isinstance(facts.template_device_allow, Unseen) or machine.live_unseen
+        if unread or (drop_in and isinstance(drop_in.content, Unseen)):
+            wanted.update(machine_files(machine.name))
     return [
         RemoveFile(path)
         for path, state in sorted(facts.files.items())
         # A file that is already missing is included: the pass that removed it may have ended before it could update the
         # ownership record.
-        if state.owned and path not in wanted
+        if state.owned and path not in wanted and isinstance(state.content, bytes | Absent)
     ]
 
 

@@ -15,7 +15,7 @@ from agent.host.plan.goal import plan, select
 from agent.host.plan.nspawn import CONFIGURED, SYS_MODULE, before_start, bindable, escape, fixed_lines, quote
 from agent.host.vendors import HOST_VENDORS
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts
+from agent.model.facts import Absent, Broken, DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts
 from agent.model.goal import ReloadUnits, RemoveFile, Share, StageDriverRoot, WriteFile
 from agent.model.paths import DRIVER_ROOTS_TARGET, device_allow_drop_in, nspawn_file, unit_drop_in
 from tests.fakes.facts import CONFIG, facts, node, nvidia
@@ -193,11 +193,18 @@ def test_steps_come_in_a_safe_order() -> None:
 
 
 def test_files_of_a_machine_that_is_no_longer_configured_are_removed() -> None:
-    """The record says what we own: only recorded files are removed."""
+    """The record says what we own: only recorded files are removed, once they can be read."""
     seen = facts()
     gone, foreign = unit_drop_in("old"), nspawn_file("foreign")
+    unread: dict[str, Broken | Unseen] = {nspawn_file("link"): Broken("a link"), nspawn_file("failed"): Unseen("EIO")}
+    unread_files = {path: FileState(content, owned=True) for path, content in unread.items()}
     seen = replace(
-        seen, files={**seen.files, gone: FileState(b"ours", owned=True), foreign: FileState(b"theirs", owned=False)}
+        seen,
+        files={
+            **{**seen.files, **unread_files},
+            gone: FileState(b"ours", owned=True),
+            foreign: FileState(b"theirs", owned=False),
+        },
     )
     actions = diff(plan(CONFIG, seen), seen).actions
     assert [action for action in actions if isinstance(action, RemoveFile)] == [RemoveFile(gone)]
@@ -263,6 +270,14 @@ def test_a_removed_machine_starts_without_our_permissions(unit_state: str, devic
     actions = diff(planned, seen).actions
     assert [action.path for action in actions if isinstance(action, RemoveFile)] == removed
     assert (ReloadUnits() in actions) is bool(removed)
+    unread, unseen = FileState(Unseen("EIO"), owned=False), Unseen("EIO")
+    for without in (
+        replace(seen, files={**seen.files, device_allow_drop_in("old"): unread}),
+        replace(seen, machines=(replace(seen.machines[0], live=None, live_unseen="EIO"),)),
+        replace(seen, template_device_allow=unseen),
+    ):
+        actions = diff(planned, without).actions
+        assert RemoveFile(unit_drop_in("old")) not in actions, "without it, no later pass would find these permissions"
 
 
 def test_a_configured_machine_keeps_set_properties() -> None:
