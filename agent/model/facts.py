@@ -399,8 +399,8 @@ class FileState(Struct, frozen=True):
 
     content: Seen[bytes]
     owned: bool
-    """Whether the agent wrote the file, according to the ownership record. If the record cannot be read, the file's
-    first line decides."""
+    """Whether the agent wrote the file, according to the ownership record. The file's first line decides if the record
+    cannot be read, or does not name the file of a machine that is no longer configured."""
 
 
 class Unit(Struct, frozen=True):

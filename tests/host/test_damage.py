@@ -10,13 +10,18 @@ import pytest
 from msgspec.structs import replace
 
 from agent.cli.prepare import prepare
+from agent.config.settings import Config
 from agent.host.daemon.loop import EventLog
+from agent.host.detach import granted_to
+from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import observe_remembered
 from agent.model.conditions import ConditionType, Status
+from agent.model.errors import AgentError
 from agent.model.facts import Remembered, parse_live, render_live
 from agent.model.paths import (
     CONDITIONS,
     GPUS,
+    MACHINES_STATE,
     MANIFESTS,
     OWNED,
     REMEMBERED_GPUS,
@@ -132,6 +137,37 @@ def test_without_the_ownership_record_settings_are_known_by_their_first_line(gpu
     for path in (nspawn_file(MACHINE), unit_drop_in(MACHINE)):
         assert json.loads(gpu_host.read(OWNED))["files"][path] == sha256(gpu_host.read(path))
     assert b"BindReadOnly=/dev/nvidia2\n" in gpu_host.read(nspawn_file(MACHINE))
+
+
+@pytest.mark.parametrize("lost", ["unreadable", "damaged", "missing"])
+def test_a_machine_that_is_no_longer_configured_is_found_without_the_ownership_record(
+    gpu_host: Host, lost: str
+) -> None:
+    """It runs, and may open its GPUs. Once it has ended, its settings are removed."""
+    running(gpu_host)
+    gpu_host.make_directory("/var/lib/machines/new")
+    gpu_host.bus.unit("systemd-nspawn@new.service", "inactive")
+    agent = Reconciler(Config.validated({"machines": {"new": {"gpus": "count=1"}}}), gpu_host, gpu_host)
+    if lost == "unreadable":
+        gpu_host.failing[OWNED] = OSError(errno.EIO, "Input/output error", OWNED)
+    elif lost == "damaged":
+        gpu_host.write(OWNED, b"{")
+    else:
+        gpu_host.remove_file(OWNED)
+    for _ in range(2):
+        assert agent.reconcile().machines[0].gpus == ()
+        facts, planned, _ = agent.preview()
+        with pytest.raises(AgentError, match=f"cannot change machine {MACHINE}: it is no longer in the configuration"):
+            granted_to(GPU, facts, planned, agent.config.machines)
+    if lost == "unreadable":
+        gpu_host.failing[MACHINES_STATE] = gpu_host.failing[OWNED]
+        with pytest.raises(AgentError, match="which machines have settings of the agent is unknown"):
+            agent.reconcile()
+        gpu_host.failing.clear()
+    units(gpu_host, "inactive", stopped_at=1)
+    assert agent.reconcile().machines[0].gpus == (GPU,)
+    assert not any(gpu_host.exists(path) for path in (nspawn_file(MACHINE), unit_drop_in(MACHINE)))
+    assert [each.name for each in agent.preview()[0].machines] == ["new"]
 
 
 Lose = Callable[[Host], None]

@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from msgspec import Struct, field
 from msgspec.structs import asdict
@@ -21,10 +21,10 @@ from agent.host.observe.machine import (
     with_properties,
 )
 from agent.host.state.gpus import observe_gpus, observe_remembered
-from agent.host.state.records import MARK, OWNED_FILES, is_ours
+from agent.host.state.records import MARK, OWNED_FILES, is_ours, machines_with_state
 from agent.host.vendors import HOST_VENDORS
 from agent.model.device import FileIdentity
-from agent.model.errors import CommandError
+from agent.model.errors import AgentError, CommandError
 from agent.model.facts import (
     Absent,
     Broken,
@@ -43,6 +43,7 @@ from agent.model.handoff import DRA
 from agent.model.paths import (
     HOST_NVIDIA,
     LOADER_CACHE,
+    MACHINES_STATE,
     OWNED,
     PCI_DEVICES,
     RELOAD_PENDING,
@@ -197,9 +198,13 @@ def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
             return found.files, ""
 
 
-def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, system: System) -> dict[str, FileState]:
+def observe_files(
+    configured: Collection[str], others: Iterable[str], owned: Mapping[str, str] | Unseen, system: System
+) -> dict[str, FileState]:
     """Return the states of these files: the machines' files, both copies of the GPU record, and all recorded files."""
-    of_machines = (path for name in machines for path in (*machine_files(name), device_allow_drop_in(name)))
+    of_machines = (
+        path for name in {*configured, *others} for path in (*machine_files(name), device_allow_drop_in(name))
+    )
     digests = {} if isinstance(owned, Unseen) else owned
     states = {}
     for path in sorted({*REMEMBERED_GPUS, *of_machines, *digests}):
@@ -207,11 +212,13 @@ def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, sy
         # anything in a file's place.
         found = read_seen(system.read_untrusted, path)
         content = found[0] if isinstance(found, tuple) else found
-        if isinstance(owned, Unseen):
-            # Without the record, only the first line of a file shows whether the agent wrote it.
-            is_owned = isinstance(content, bytes) and content.startswith(MARK)
+        if path in digests:
+            is_owned = not isinstance(content, bytes) or is_ours(content, digests[path])
         else:
-            is_owned = path in owned and (not isinstance(content, bytes) or is_ours(content, owned[path]))
+            # Without a record of it, only the first line of a file shows whether the agent wrote it. A configured
+            # machine's file is written again, and so recorded, if the record can be read.
+            is_owned = isinstance(content, bytes) and content.startswith(MARK)
+            is_owned = is_owned and (isinstance(owned, Unseen) or machine_of(path) not in configured)
         states[path] = FileState(content, is_owned)
     return states
 
@@ -308,9 +315,14 @@ class Memory(Struct, frozen=True):
 def observe(config: Config, system: System, devices: DeviceSource, memory: Memory) -> Facts:
     """Return the facts of one pass; what could not be observed is Unseen. Raises AgentError for the GPU notes."""
     owned, discarded = read_owned(system)
-    recorded = () if isinstance(owned, Unseen) else tuple(owned)
-    # Include machines that are no longer configured but still have the agent's settings.
-    names = sorted({*config.machines, *(name for path in recorded if (name := machine_of(path)) is not None)})
+    with_state, not_listed = machines_with_state(system)
+    if not_listed and (discarded or not owned):
+        raise AgentError(f"cannot list {MACHINES_STATE}: which machines have settings of the agent is unknown")
+    recorded = [] if isinstance(owned, Unseen) else [name for path in owned if (name := machine_of(path)) is not None]
+    files = observe_files(config.machines, {*with_state, *recorded}, owned, system)
+    # Include machines that are no longer configured, but still have the agent's settings, or may have.
+    kept = (path for path, state in files.items() if state.owned or isinstance(state.content, Unseen))
+    names = sorted({*config.machines, *recorded, *filter(None, map(machine_of, kept))})
     notes = observe_gpus(system)
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
     parent_mount = mount_unit(HOST_NVIDIA)
@@ -365,5 +377,5 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         stub_resolver=uses_stub_resolver(system),
         # If this cannot be observed, assume a pending reload: at worst, systemd reloads its units once too often.
         reload_pending=read_seen(system.exists, RELOAD_PENDING) is not False,
-        files=observe_files(names, owned, system),
+        files=files,
     )

@@ -238,11 +238,7 @@ def _share(
     `former` are the machines that keep their settings although they are not configured.
     """
     settings = config.machines
-    granted = {
-        each.name: frozenset(each.granted.gpus)
-        for each in facts.machines
-        if each.name in settings and isinstance(each.granted, Granted)
-    }
+    granted = {each.name: _had(each) or frozenset() for each in facts.machines if each.name in settings}
     # The GPUs that settings name, even for machines that do not exist yet.
     named = {gpu for each in settings.values() if isinstance(each.gpus, list) for gpu in each.gpus}
     taken = _with_addresses(named, facts)
@@ -259,27 +255,39 @@ def _share(
         # What the machine was granted or may still open, as far as that is known. The paths of nodes that GPUs share
         # may be among it. That does no harm, because no GPU's address equals a path.
         live_owners = machine.live.owners.values() if isinstance(machine.live, LiveSettings) else ()
-        may_open = {*machine.kept_gpus, *live_owners}
+        may_open, shared = {*machine.kept_gpus, *live_owners}, set[str]()
         if machine.name == name:
             own = may_open
-        elif machine.name in former and _counts(settings[name]):
+            continue
+        if machine.name in former and _counts(settings[name]):
             boots = f" but starts when the host boots; `{machine.kept_from_boot_by}` releases the GPU"
             until = boots if machine.stays_ended and machine.kept_from_boot_by else ""
             why = f"still held by machine {machine.name}, which is no longer in the configuration{until}"
-            reserved = {**dict.fromkeys(machine.kept_gpus, why), **reserved}
         elif machine.name in faults and machine.name in settings and (wanted := settings[machine.name].gpus) != "all":
             why = f"still held by machine {machine.name}, for which the agent had an unexpected error"
             why = f"{why} ({Reason.INTERNAL_ERROR})"
-            if not isinstance(machine.granted, Granted | Absent):
-                # The machine may have any GPU.
-                why = f"perhaps {why}"
-                may_open |= {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus}
             # Other machines may name the GPUs that its settings name, too.
-            shared = _with_addresses(wanted, facts) if isinstance(wanted, list) else set[str]()
-            reserved |= dict.fromkeys(may_open - shared, why)
+            shared = _with_addresses(wanted, facts) if isinstance(wanted, list) else shared
+        else:
+            continue
+        if _had(machine) is None:
+            # The machine may have any GPU.
+            why = f"perhaps {why}"
+            may_open |= {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus}
+        reserved |= dict.fromkeys(may_open - shared, why)
     # A fault or a former machine must not cost this one a GPU that it already has.
     reserved = {gpu: why for gpu, why in reserved.items() if gpu not in own}
     return Share(frozenset(taken), current, current & facts.draining, reserved)
+
+
+def _had(machine: MachineFacts) -> frozenset[str] | None:
+    """Return the GPUs that the machine was granted last or, without a usable record of that, those that it may open.
+
+    None if neither is known.
+    """
+    if isinstance(machine.granted, Granted | Absent):
+        return frozenset(machine.kept_gpus)
+    return frozenset(machine.live.owners.values()) if machine.live else None
 
 
 def _counts(settings: MachineSettings) -> bool:
@@ -297,13 +305,15 @@ def _unknown_grants(config: Config, facts: Facts) -> dict[str, list[str]]:
     """Return the machines whose share or driver root cannot be determined, each with the reasons.
 
     Both depend on the machine's own grant. A machine with `count=N` could get another machine's GPU, so its share
-    depends on the grants of all machines, except those with `all`.
+    depends on the grants of all machines, except those with `all`. A damaged grant is discarded, unless it alone could
+    say which GPUs a running machine with `count=N` has.
     """
-    unseen = [
-        (each.name, each.granted.why)
-        for each in facts.machines
-        if each.name in config.machines and isinstance(each.granted, Unseen)
-    ]
+    unseen = []
+    for machine in (each for each in facts.machines if each.name in config.machines):
+        granted = machine.granted
+        alone = _counts(config.machines[machine.name]) and not machine.ended and _had(machine) is None
+        if isinstance(granted, Unseen) or (alone and isinstance(granted, Broken)):
+            unseen.append((machine.name, granted.why))
     unknown = {}
     for name, settings in config.machines.items():
         counts = _counts(settings)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.goal import plan
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, DeviceAllow, Facts, FileState, Granted, LiveSettings, MachineFacts, Unseen
+from agent.model.facts import Absent, Broken, DeviceAllow, Facts, FileState, Granted, LiveSettings, MachineFacts, Unseen
 from agent.model.goal import fault
 from agent.model.paths import machine_files
 from tests.fakes.facts import address, facts, nvidia
@@ -179,6 +179,12 @@ def test_a_machine_that_keeps_its_settings_without_a_table_keeps_its_gpus() -> N
         # An earlier release may have granted a GPU twice. Pods use it.
         twice = replace(a, granted=Granted("", (address(0),), {}))
         assert gpus_by_machine(config(a="count=2"), replace(seen, machines=(twice, each))) == {"a": [0, 1]}
+        for unknown in (Unseen("EIO"), Broken("damaged")):
+            seen = replace(seen, machines=(a, replace(each, granted=unknown)))
+            assert gpus_by_machine(config(a="count=2"), seen) == {"a": []}
+            assert f"{address(3)} is perhaps still held" in str(problems(config(a="count=2"), seen))
+            seen = replace(seen, machines=(a, replace(each, granted=unknown, unit_state="active", live=LIVE)))
+            assert gpus_by_machine(config(a="count=3"), seen) == {"a": [0, 1, 3]}, "it may open GPU 2"
     ended = replace(host("a", "z"), machines=(a, z))
     assert gpus_by_machine(config(a="count=2"), ended) == {"a": [0, 1]}, "z loses its settings"
 
@@ -196,6 +202,19 @@ def test_an_unknown_grant_holds_up_only_machines_that_could_get_its_gpus() -> No
     )
     with_all_unseen = replace(with_all_unseen, machines=(host("a").machines[0], *with_all_unseen.machines[1:]))
     assert plan(config(**wanted), with_all_unseen).held.keys() == {"c"}, "nobody's GPUs are kept free for one with all"
+
+
+def test_a_running_machine_whose_grant_is_damaged_keeps_the_gpus_that_it_may_open() -> None:
+    """Without a record of these, it may have any GPU: no machine with a number of GPUs changes until it has ended."""
+    settings, damaged = config(a="count=1", z="count=1"), Broken("granted.json: damaged")
+    a, z = host("a", "z").machines
+    z = replace(z, unit_state="active", live=LIVE, granted=damaged)
+    seen = host("a", "z", gpus=range(2, 4))
+    for other in (a, replace(a, granted=damaged), replace(a, granted=Granted("", (address(3),), {}))):
+        assert gpus_by_machine(settings, replace(seen, machines=(other, z))) == {"a": [3], "z": [2]}
+    seen = replace(seen, machines=(a, replace(z, live=None)))
+    assert plan(settings, seen).held == {"a": damaged.why, "z": damaged.why}
+    assert not plan(settings, replace(seen, machines=(a, replace(z, live=None, unit_state="inactive")))).held
 
 
 LIVE = LiveSettings("", (DeviceAllow("/dev/char/195:2", "rw"),), {}, owners={"/dev/char/195:2": address(2)})
