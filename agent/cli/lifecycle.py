@@ -3,11 +3,12 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from agent.cli.host import settings_of
 from agent.cli.output import print_machines
 from agent.cli.printing import report_failures
-from agent.host.allocation import recorded_node
+from agent.host.allocation import UNSCHEDULABLE, cordon, recorded_node
 from agent.host.joining import Watch
 from agent.host.provision.apply import STOP_LIMIT
 from agent.host.reconcile import Reconciler
@@ -119,18 +120,17 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
     """
     system = reconciler.system
     node = recorded_node(name, system, "drain it with kubectl, then use --no-drain")
-    query = ("get", "node", node, "--output", "jsonpath={.spec.unschedulable}")
-    if _kubectl(reconciler, kubeconfig, *query).strip() != "true":
-        system.write(cordoned_file(name), f"{node}\n".encode(), 0o600)
+    kubectl = partial(_kubectl, reconciler, kubeconfig)
+    if kubectl(*UNSCHEDULABLE, node).strip() != "true":
         reconciler.progress(f"cordon node {node}")
-        _kubectl(reconciler, kubeconfig, "cordon", node)
+        cordon(name, node, kubectl, system)
     reconciler.progress(f"drain node {node}, up to {DRAIN_LIMIT:.0f} s")
     arguments = ("--ignore-daemonsets", "--delete-emptydir-data", f"--timeout={DRAIN_LIMIT:.0f}s")
     undo = f"`unbounded-agent start {name} --kubeconfig FILE`"
     hint = f"the machine still runs; repeat this, or use --no-drain, or undo it: {undo}"
     try:
         with _said_if_interrupted(reconciler, f"some pods of node {node} may have been moved; {hint}"):
-            _kubectl(reconciler, kubeconfig, "drain", node, *arguments, timeout=DRAIN_LIMIT + ANSWER_LIMIT)
+            kubectl("drain", node, *arguments, timeout=DRAIN_LIMIT + ANSWER_LIMIT)
     except CommandError as error:
         what = f"the node's pods could not be moved: {error.ended}"
         raise CommandError(error.argv, what, error.stderr, hint) from error

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec import Struct
@@ -18,7 +19,7 @@ from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_pat
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import ConditionType, Reason
 from agent.model.device import is_zero
-from agent.model.errors import ConfigError, DocumentError
+from agent.model.errors import CommandError, ConfigError, DocumentError, ExitCodeError
 from agent.model.facts import Absent, Facts
 from agent.model.handoff import DRA
 from agent.model.json_document import parse_object
@@ -38,6 +39,8 @@ CLAIM_LINES = (
 """The form of kubectl's output for `parse_claimants`: a line for each claim. In this form, a claim takes 60 bytes; as
 JSON, it would take 3000. A cluster has many thousands of claims."""
 PLUGIN = "the vendor's device plugin"
+UNSCHEDULABLE = ("get", "--output=jsonpath={.spec.unschedulable}", "node")
+"""kubectl's arguments before a node's name: it prints "true" if the node is cordoned."""
 KUBECTL_LIMIT = 60.0
 """Seconds for one run of kubectl."""
 
@@ -86,6 +89,22 @@ def recorded_node(name: str, system: System, advice: str) -> str:
     what = "it is unknown which Node object the machine has"
     why = record.why if not isinstance(record, Absent) else "`up` did not make the machine"
     raise ConfigError(f"{name}: {what}: {why}", advice)
+
+
+def cordon(machine: str, node: str, kubectl: Callable[..., str], system: System) -> None:
+    """Cordon the machine's node. `kubectl` runs that program with the arguments.
+
+    The note comes first, so that `start` uncordons the node if this command is never repeated. It is removed if the
+    node was not cordoned.
+    """
+    system.write(note := cordoned_file(machine), f"{node}\n".encode(), 0o600)
+    try:
+        kubectl("cordon", node)
+    except ExitCodeError:
+        with suppress(CommandError):
+            if kubectl(*UNSCHEDULABLE, node).strip() != "true":
+                system.remove(note)
+        raise
 
 
 def parse_counts(node: Mapping[str, Any], kind: str, wanted: Callable[[str], bool]) -> dict[str, str]:
@@ -271,14 +290,13 @@ class Move(Struct, frozen=True):
         for index in range(len(listed := self._reconcile_and_list_steps())):
             number, step = index + 1, listed[index]
             if not step.done and step.kubectl:
-                note, system = cordoned_file(self.machine), self.reconciler.system
+                system = self.reconciler.system
                 if step.kubectl[0] == "cordon":
-                    # Write the note before the node is cordoned, so that `start` uncordons the node if this command is
-                    # never repeated.
-                    system.write(note, f"{self.node}\n".encode(), 0o600)
-                self._kubectl(*step.kubectl)
+                    cordon(self.machine, self.node, self._kubectl, system)
+                else:
+                    self._kubectl(*step.kubectl)
                 if step.kubectl[0] == "uncordon":
-                    system.remove(note)
+                    system.remove(cordoned_file(self.machine))
                 # A step may change whether later ones are done.
                 listed = self._reconcile_and_list_steps()
             elif not step.done:

@@ -25,7 +25,7 @@ from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
 
 ADMIN = "/root/.kube/config"
 KUBECTL = ("kubectl", f"--kubeconfig={ADMIN}")
-QUERY = (*KUBECTL, "get", "node", NODE, "--output", "jsonpath={.spec.unschedulable}")
+QUERY = (*KUBECTL, "get", "--output=jsonpath={.spec.unschedulable}", "node", NODE)
 CORDON, UNCORDON = (*KUBECTL, "cordon", NODE), (*KUBECTL, "uncordon", NODE)
 DRAIN = (*KUBECTL, "drain", NODE, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=600s")
 STOP, START = ("systemctl", "stop", UNITS[0]), ("systemctl", "start", "--no-block", UNITS[0])
@@ -63,6 +63,18 @@ def test_a_node_that_somebody_cordoned_stays_cordoned(host: NodeHost, agent: Rec
     host.command(*QUERY, stdout="true")
     assert command(agent, f"restart {MACHINE} --kubeconfig={ADMIN}") == 0
     assert kubectl(host) == [QUERY, DRAIN, STOP]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_node_that_kubectl_could_not_cordon(host: NodeHost, agent: Reconciler, lost: bool) -> None:
+    """The next `start` said that the agent had cordoned it, or uncordoned it after somebody else had. `lost` is whether
+    only the answer got lost."""
+    host.command(*CORDON, stderr="Error from server (Forbidden)", status=1)
+    host.tools.before = lambda argv: host.command(*QUERY, stdout="true") if lost and argv == CORDON else None
+    with pytest.raises(CommandError, match="Forbidden"):
+        command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
+    assert kubectl(host) == [QUERY, CORDON, QUERY]
+    assert host.exists(cordoned_file(MACHINE)) is lost
 
 
 def test_without_a_kubeconfig_the_pods_end_with_the_machine(host: NodeHost, agent: Reconciler) -> None:
