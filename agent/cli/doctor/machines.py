@@ -23,9 +23,11 @@ BY_HAND = (
     (" --kubeconfig FILE  # moves its pods away", "  # drain its node with kubectl"),
     (" --kubeconfig FILE  # lets pods run there again", "  # uncordon its node with kubectl"),
     ("drained, with --kubeconfig FILE: lets pods run there again", "drained, uncordon it with kubectl"),
+    ("unbounded-agent up {machine}  # with a new bootstrap token", "let its kubelet join again"),
+    ("unbounded-agent up {machine}  # or ", ""),
 )
-"""Ends of commands, and what replaces them if `up` did not make the node: `stop` and `restart` refuse --kubeconfig
-then, and `start` uncordons no node that they did not drain."""
+"""Parts of commands, and what replaces them if `up` did not make the node: `up` refuses its machine, `stop` and
+`restart` refuse --kubeconfig, and `start` uncordons no node that they did not drain."""
 REPORT = "journalctl -M {machine} -b -u unbounded-agent-gpu --no-pager -n 50"
 SERVICE_LOG = "journalctl -u unbounded-agent -p warning --since -1h --no-pager"
 KERNEL_LOG = "dmesg --level=emerg,alert,crit,err,warn | tail -n 50"

@@ -210,12 +210,18 @@ def test_a_failed_gpu_gets_the_commands_of_its_vendor() -> None:
 
 
 def test_a_node_that_up_did_not_make_is_drained_with_kubectl() -> None:
-    """`stop` and `restart` do not know such a node, and refuse --kubeconfig. `start` does not uncordon it."""
+    """`stop` and `restart` do not know such a node, and refuse --kubeconfig. `start` does not uncordon it.
+
+    `up` refuses its machine.
+    """
     faults = [false(kind, Reason(reason), reason) for kind, reason in (*documented(), *FIXED) if kind is not KIND.READY]
     around = replace(AROUND, made_by_up=False)
     lines = {line for fault in faults for line in fix(fault.type, fault.reason, around)}
-    refused = re.compile("unbounded-agent (start|stop|restart) gpu-node .*--kubeconfig")
+    refused = re.compile(
+        "unbounded-agent ((start|stop|restart) gpu-node .*--kubeconfig|up (?!gpu-node  # if it has a table))"
+    )
     assert {line for line in lines if refused.match(line)} == set()
+    assert lines >= {"install the kubelet yourself", "make the node with kubeadm"}
     assert "unbounded-agent restart gpu-node  # drain its node with kubectl first" in lines
     assert "unbounded-agent stop gpu-node  # drain its node with kubectl" in lines
     assert "unbounded-agent start gpu-node  # uncordon its node with kubectl" in lines
