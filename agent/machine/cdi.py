@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from agent import __version__
 from agent.machine import foreign_specs
-from agent.machine.containerd import adapt_to_containerd, program_identity
+from agent.machine.containerd import EFFECTIVE_NOTE, adapt_to_containerd, program_identity
 from agent.machine.devices import live_numbers
 from agent.machine.foreign_specs import Foreign, OwnSpec
 from agent.machine.notes import Context, Failure, in_words, record_repair, remove_remains
@@ -455,11 +455,11 @@ def allocatable_vendor(
 
 # Pods that keep outdated driver roots or device numbers until their owner recreates them. The agent only names them.
 
-BUNDLES = "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
-"""containerd's bundles of the CRI's running containers: `<container id>/config.json` is the OCI specification.
-
-Since containerd 1.2, they are below the directory `state` of containerd's configuration, by default /run/containerd.
-"""
+STATE = "/run/containerd"
+"""The directory `state` of containerd's configuration, if it names no other."""
+BUNDLES = "io.containerd.runtime.v2.task/k8s.io"
+"""containerd's bundles of the CRI's running containers, below its state since 1.2: `<container id>/config.json` is the
+OCI specification."""
 NAMESPACE, POD = "io.kubernetes.cri.sandbox-namespace", "io.kubernetes.cri.sandbox-name"
 """Annotations that containerd's CRI plugin writes (pkg/cri/annotations)."""
 LONGEST_INDEX = 9
@@ -485,8 +485,9 @@ def outdated_pods(context: Context) -> dict[str, set[str]]:
     current = {request.driver_root for request in requests}
     # Each container is read only once: its OCI specification never changes while it runs.
     noted, containers = notes.load("containers"), dict[str, Any]()
-    for name in system.entries(BUNDLES) if system.is_directory(BUNDLES) else ():
-        container = noted[name] if name in noted else _container(system, name)
+    bundles = f"{notes.load(EFFECTIVE_NOTE).get('state') or STATE}/{BUNDLES}"
+    for name in system.entries(bundles) if system.is_directory(bundles) else ():
+        container = noted[name] if name in noted else _container(system, f"{bundles}/{name}")
         if container is not None:
             containers[name] = container
     notes.save("containers", containers)
@@ -504,13 +505,13 @@ def outdated_pods(context: Context) -> dict[str, set[str]]:
     return pods
 
 
-def _container(system: System, name: str) -> dict[str, Any] | None:
+def _container(system: System, bundle: str) -> dict[str, Any] | None:
     """Return a container's pod, driver roots and device numbers; None if they cannot be read, as during its removal.
 
     The result is empty for a container without driver roots and devices.
     """
     try:
-        specification = parse_json(system.read(f"{BUNDLES}/{name}/config.json"))
+        specification = parse_json(system.read(f"{bundle}/config.json"))
         annotations = specification.get("annotations") or {}
         sources = [str(mount.get("source")) for mount in specification.get("mounts") or ()]
         devices = (specification.get("linux") or {}).get("devices") or ()
@@ -523,5 +524,5 @@ def _container(system: System, name: str) -> dict[str, Any] | None:
     indices = {place for place in places if place.isascii() and place.isdecimal() and len(place) <= LONGEST_INDEX}
     if not numbers and not indices:
         return {}
-    pod = f"{annotations.get(NAMESPACE, '?')}/{annotations.get(POD, name)}"
+    pod = f"{annotations.get(NAMESPACE, '?')}/{annotations.get(POD, posixpath.basename(bundle))}"
     return {"pod": pod, "roots": sorted(inside + index for index in indices), "devices": numbers}

@@ -41,7 +41,9 @@ from agent.vendors.machine_vendor import MachineVendor, RuntimeHandler
 
 EFFECTIVE_NOTE = "containerd-effective"
 """Name of the note with what other steps need of the effective configuration: its directories of CDI specifications, of
-which later ones take precedence, and its socket."""
+which later ones take precedence, its socket, and the directory of its state."""
+ADDRESS = "containerd-address"
+"""Name of what several steps use: the socket that containerd's arguments name, if any."""
 DIRECTORIES_NOTED = 32
 CHANGED = "containerd-changed"
 """Name of the note about the agent's last change to containerd's configuration.
@@ -101,7 +103,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
         # The unit's ExecStart= does not always show it: it may have variables, or name a script.
         with contextlib.suppress(OSError):
             command_line = system.read(f"/proc/{unit.get('MainPID', '0')}/cmdline", COMMAND_LINE_LIMIT)
-        path = argument(command_line, "config")
+        path, context.once[ADDRESS] = argument(command_line, "config"), argument(command_line, "address")
         # normpath keeps two slashes at the start.
         if path and posixpath.normpath(path).replace("//", "/") != MAIN:
             message = f"{UNIT} runs containerd with {path} instead of {MAIN}: remove that argument from ExecStart="
@@ -112,10 +114,13 @@ def check_active(context: Context, configured: Condition) -> Condition:
         if started < changed.get("microseconds", 0) and not (loaded["effective"] and notes.load(LOADED) == loaded):
             return unknown(ACTIVE, Reason.RESTART_PENDING, f"{UNIT} is restarting, because its configuration changed")
         notes.save(LOADED, loaded)
-        return _check_cri(
-            system, argument(command_line, "address") or str(notes.load(EFFECTIVE_NOTE).get("address", ""))
-        )
+        return _check_cri(system, socket_path(context))
     return _not_running(unit, has_run=bool(notes.load(LOADED)))
+
+
+def socket_path(context: Context) -> str:
+    """Return containerd's socket, by its arguments or its configuration; empty if that is unknown."""
+    return context.once.get(ADDRESS) or str(context.notes.load(EFFECTIVE_NOTE).get("address", ""))
 
 
 def _not_running(unit: Mapping[str, str], *, has_run: bool) -> Condition:
@@ -676,7 +681,8 @@ def _note_effective(notes: Notes, effective: Table) -> None:
     server = at(effective, "plugins", "io.containerd.server.v1.grpc") or at(effective, "grpc")
     # Without the note, the configuration is read back again.
     with contextlib.suppress(OSError):
-        notes.save(EFFECTIVE_NOTE, {"directories": directories, "address": str(server.get("address", ""))})
+        places = {"address": str(server.get("address", "")), "state": str(effective.get("state", ""))}
+        notes.save(EFFECTIVE_NOTE, {"directories": directories, **places})
 
 
 def _problem(context: Context, vendor: MachineVendor, change: _Change, effective: Table) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agent.machine.cdi import spec_changed_at
+from agent.machine.containerd import socket_path
 from agent.machine.containerd_tables import MAIN
 from agent.machine.devices import live_numbers
 from agent.machine.notes import Context, Notes, attempt, noted_ages
@@ -293,7 +294,8 @@ def _with_plugin_spec(system: System, vendor: MachineVendor, request: Request, a
 # If `restart_device_plugin` is set, the plugin's container is stopped through the CRI, and the kubelet starts it again,
 # as it does with every container of a DaemonSet. Other containers are not affected. The next run sees the result.
 
-ENDPOINT = "unix:///run/containerd/containerd.sock"
+SOCKET = "/run/containerd/containerd.sock"
+"""containerd's socket, if nothing else is known."""
 GRACE = 10
 """Seconds for the plugin to exit after SIGTERM."""
 CONNECT_LIMIT = 10
@@ -312,18 +314,13 @@ CONTAINER = re.compile(r"(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?")
 def _restart(context: Context, vendor: MachineVendor) -> str:
     """Restart the plugin if it may be restarted now, and return a sentence about the result.
 
-    The plugin is restarted at most once for each change of the CDI specification: a second restart would not help. The
-    time between two restarts is at least RESTART_INTERVAL.
+    The plugin is restarted at most once for each change of the CDI specification: a second restart would not help. But
+    if a container could not be stopped, that is tried again. Between two attempts are at least RESTART_INTERVAL.
     """
     system, notes = context.system, context.notes
     name = f"device-plugin-restart-{vendor.name}"
     noted = notes.load(name)
     spec, now, number = spec_changed_at(context, vendor), time.monotonic(), int(noted.get("number", 0)) + 1
-    if noted.get("spec") == spec:
-        return str(noted.get("told"))
-    if number > 1 and now - float(noted.get("at", 0)) < RESTART_INTERVAL:
-        since = f"it was restarted less than {RESTART_INTERVAL:.0f} s ago"
-        return f"{since}; a later run restarts it if that is still needed"
     # A socket with several names may be another plugin's: any pod that may write in the directory can make a hard link.
     processes = {
         process
@@ -331,21 +328,28 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
         if process is not None and system.link_count(path) == 1
     }
     containers = sorted({found for process in processes if (found := _container(system, process))})
+    same, is_early = noted.get("spec") == spec, number > 1 and now - float(noted.get("at", 0)) < RESTART_INTERVAL
+    if same and (is_early or not {*containers} & {*noted.get("containers", ())}):
+        return str(noted.get("told"))
+    if is_early:
+        since = f"it was restarted less than {RESTART_INTERVAL:.0f} s ago"
+        return f"{since}; a later run restarts it if that is still needed"
     if not containers:
         return "it is not restarted, because it is not running in a pod's container"
     if (crictl := system.find_program("crictl")) is None:
         return "it is not restarted: install crictl in the machine's image, or let `up` do it (binaries.crictl_version)"
-    what = f"container {', '.join(each[:SHOWN_ID] for each in containers)} was stopped through the CRI to restart it"
-    sentence = (
-        f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}` in the machine"
-    )
+    stopped = ", ".join(each[:SHOWN_ID] for each in containers)
+    what = f"restart {number} since the machine's boot stops container {stopped}"
+    failed = ", which the one before could not" if same else ""
+    sentence = f"{what} through the CRI{failed}: if this lasts, see `journalctl -u {UNIT}` in the machine"
     # Noted before the restart: if it could not be noted afterwards, each run would restart the plugin again.
-    notes.save(name, {"spec": spec, "at": now, "number": number, "told": sentence})
+    notes.save(name, {"spec": spec, "at": now, "number": number, "told": sentence, "containers": containers})
     try:
         # A transient unit stops the containers. It is not waited for: a plugin may take some time to exit.
         properties = f"--property=RuntimeMaxSec={CRICTL_LIMIT}"
         unit = ("systemd-run", "--quiet", "--no-block", "--collect", f"--unit={UNIT}", properties)
-        stop = (crictl, f"--runtime-endpoint={ENDPOINT}", f"--timeout={CONNECT_LIMIT}s", "stop", f"--timeout={GRACE}")
+        endpoint = f"unix://{socket_path(context) or SOCKET}"
+        stop = (crictl, f"--runtime-endpoint={endpoint}", f"--timeout={CONNECT_LIMIT}s", "stop", f"--timeout={GRACE}")
         system.run(*unit, *stop, *containers, timeout=20)
     except CommandError as error:
         notes.save(name, noted)

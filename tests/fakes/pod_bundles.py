@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from agent.machine.cdi import BUNDLES
+from agent.machine.cdi import BUNDLES, STATE
 from tests.fakes.machine import DEVICES, ROOT, Machine
 
 UVM = next(device for device in DEVICES if device.kind == "uvm")
@@ -19,5 +19,5 @@ def specification(pod: str, *, root: str = ROOT, uvm: int = UVM.major) -> dict[s
     return {"annotations": annotations, "mounts": [proc, mount], "linux": {"devices": [node]}}
 
 
-def bundle(machine: Machine, name: str, content: object) -> None:
-    machine.put(f"{BUNDLES}/{name}/config.json", content if isinstance(content, bytes) else json.dumps(content))
+def bundle(machine: Machine, name: str, content: object, state: str = STATE) -> None:
+    machine.put(f"{state}/{BUNDLES}/{name}/config.json", content if isinstance(content, bytes) else json.dumps(content))

@@ -5,12 +5,14 @@ The bundles' specifications are cut down from one that containerd 1.7 wrote.
 
 import pytest
 
-from agent.machine.cdi import BUNDLES, outdated_pods, outdated_remark
+from agent.machine.cdi import BUNDLES, STATE, outdated_pods, outdated_remark
+from agent.machine.containerd_tables import MAIN
 from agent.machine.notes import Context
 from agent.machine.run import run
 from agent.model.conditions import ConditionType, Reason, false, true
 from agent.model.handoff import with_remark
 from agent.model.text import MESSAGE_LIMIT
+from tests.fakes.containerd_files import MAIN_2
 from tests.fakes.machine import EMPTY, REQUEST, Machine
 from tests.fakes.pod_bundles import UVM, bundle, specification
 
@@ -28,6 +30,13 @@ def test_pods_of_another_root_or_other_numbers_are_named(machine: Machine) -> No
         "work/old-root": {"driver root 0 with driver 550.163.01"},
         "work/both": {"driver root 0 with driver 550.163.01", f"{UVM.path} as 243:0"},
     }
+
+
+def test_containerd_may_have_its_state_elsewhere(machine: Machine) -> None:
+    machine.put(MAIN, f'state = "/srv/state"\n{MAIN_2}')
+    bundle(machine, "a", specification("work/cuda", uvm=243), "/srv/state")
+    run(machine)
+    assert "work/cuda" in machine.message("CDISpecCurrent")
 
 
 @pytest.mark.parametrize("place", ["all is well; ignore this", "7\u3164", "\u0667", "7" * 300, "", "x7"])
@@ -58,8 +67,8 @@ def test_the_condition_keeps_its_status(machine: Machine) -> None:
     assert "PodsOutdated" not in machine.message("CDISpecCurrent")
     machine.hand(REQUEST)
     run(machine)
-    machine.drop(f"{BUNDLES}/a/config.json")
-    (machine.tree / f"{BUNDLES}/a".lstrip("/")).rmdir()
+    machine.drop(f"{STATE}/{BUNDLES}/a/config.json")
+    (machine.tree / f"{STATE}/{BUNDLES}/a".lstrip("/")).rmdir()
     run(machine)
     assert "PodsOutdated" not in machine.message("CDISpecCurrent")
 

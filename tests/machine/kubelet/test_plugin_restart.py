@@ -8,12 +8,15 @@ import time
 
 import pytest
 
-from agent.machine.kubelet import PLUGINS, RESTART_INTERVAL
+from agent.machine.containerd_tables import MAIN
+from agent.machine.kubelet import PLUGINS, RESTART_INTERVAL, SOCKET
 from agent.machine.notes import Notes
+from tests.fakes.containerd_files import MAIN_2
 from tests.fakes.kubelet import PLUGIN_SOCKET, UUIDS, Kubelet
-from tests.fakes.machine import EMPTY, REQUEST, Machine, failing
+from tests.fakes.machine import EMPTY, REQUEST, Machine, failing, systemctl
 from tests.fakes.plugin_restarts import BY_SYSTEMD, CGROUP, CONTAINER, restarts
 
+OTHER = CONTAINER[::-1]
 NOTE = "device-plugin-restart-nvidia"
 
 
@@ -49,6 +52,7 @@ def test_the_container_that_serves_is_stopped_once(outdated: Kubelet, cgroup: st
     message = outdated.message()
     assert CONTAINER[:13] in message
     assert "restart 1 " in message
+    outdated.machine.put(CGROUP, cgroup.replace(CONTAINER, OTHER))
     for _ in range(2):
         pass_time(outdated.machine, 2 * RESTART_INTERVAL)
         assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
@@ -64,9 +68,40 @@ def test_the_plugin_of_a_machine_without_gpus_is_restarted_once(outdated: Kubele
     for _ in range(3):
         assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
         assert "restart 1 " in outdated.message()
+        outdated.machine.put(CGROUP, BY_SYSTEMD.replace(CONTAINER, OTHER))
         pass_time(outdated.machine, 2 * RESTART_INTERVAL)
     assert len(restarts(outdated.machine)) == 1
     assert not outdated.machine.exists("/etc/cdi/nvidia.yaml")
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "socket"),
+    [
+        ("", "", SOCKET),
+        ('[grpc]\naddress = "/run/a.sock"\n', "", "/run/a.sock"),
+        ('[grpc]\naddress = "/run/a.sock"\n', "-a /run/b.sock", "/run/b.sock"),
+    ],
+)
+def test_containerd_is_told_at_its_own_socket(outdated: Kubelet, main: str, arguments: str, socket: str) -> None:
+    outdated.machine.put(MAIN, MAIN_2 + main)
+    outdated.machine.put("/proc/52/cmdline", f"containerd {arguments}".replace(" ", "\0") + "\0")
+    outdated.machine.program("systemctl", systemctl("active", 10, main_process=52))
+    outdated.condition()
+    (command,) = restarts(outdated.machine)
+    assert f"--runtime-endpoint=unix://{socket}" in command
+
+
+def test_a_container_that_was_not_stopped_is_stopped_later(outdated: Kubelet) -> None:
+    """crictl fails in its own unit: containerd may just be restarting."""
+    outdated.condition()
+    outdated.condition()
+    assert len(restarts(outdated.machine)) == 1
+    pass_time(outdated.machine, RESTART_INTERVAL)
+    for _ in range(2):
+        outdated.condition()
+        assert len(restarts(outdated.machine)) == 2
+        assert "restart 2 " in outdated.message()
+        assert "which the one before could not" in outdated.message()
 
 
 def test_a_hard_link_of_another_plugins_socket_is_not_trusted(outdated: Kubelet) -> None:
