@@ -118,6 +118,8 @@ class ReloadUnits(Step, frozen=True):
 
     kind = "reload"
     words = "reload systemd's units"
+    outdated: bool = False
+    """Whether systemd says that a unit's files have changed. Otherwise, it reloads only if the agent changed one."""
 
 
 class ChangeDevices(Step, frozen=True):

@@ -25,6 +25,7 @@ from agent.model.paths import (
     REPORT_NAME,
     RUNTIME,
     STAGING,
+    STATE,
     TREES,
     granted_file,
     handoff_file,
@@ -41,6 +42,7 @@ from tests.fakes.host import Host
 from tests.fakes.reports import OPENED, condition, report
 
 START = ("systemctl", "start", "--no-block", UNITS[0])
+RELOAD = ("systemctl", "daemon-reload")
 
 
 def changed_files(machine: MachineOutcome) -> str:
@@ -79,19 +81,40 @@ def test_a_machine_whose_settings_could_not_be_written_is_not_started(gpu_host: 
 
 def test_a_failed_reload_is_repeated_until_one_succeeds_and_no_machine_starts_before(gpu_host: Host) -> None:
     """The next set-property would hide NeedDaemonReload."""
-    reload = ("systemctl", "daemon-reload")
-    gpu_host.command(*reload, stderr="simulated", status=1)
+    gpu_host.command(*RELOAD, stderr="simulated", status=1)
     agent = reconciler(gpu_host)
     assert any("simulated" in failure for failure in agent.run_pass().failures)
     assert gpu_host.exists(RELOAD_PENDING)
     assert START not in gpu_host.runner.calls
-    gpu_host.command(*reload)
+    gpu_host.command(*RELOAD)
     assert agent.run_pass().sentences[0] == "reload systemd's units"
     assert START in gpu_host.runner.calls
     assert not gpu_host.exists(RELOAD_PENDING)
     gpu_host.runner.calls.clear()
     agent.run_pass()
-    assert reload not in gpu_host.runner.calls
+    assert RELOAD not in gpu_host.runner.calls
+
+
+@pytest.mark.parametrize("full", [STATE, "/etc/"])
+def test_systemd_reloads_no_units_while_settings_cannot_be_written(gpu_host: Host, full: str) -> None:
+    """At each reload, device filters may be missing for a moment."""
+    agent = reconciler(gpu_host)
+    agent.run_pass()
+    units(gpu_host, "active")
+    agent.run_pass()
+    gpu_host.gpu("0000:03:00.0", 2)
+    gpu_host.full.append(full)
+    gpu_host.runner.calls.clear()
+    for _ in range(3):
+        assert agent.run_pass().failures
+    assert RELOAD not in gpu_host.runner.calls
+    gpu_host.bus.unit(UNITS[0], reload=True)
+    assert "reload systemd's units" in agent.run_pass().sentences, "somebody else changed a file"
+    units(gpu_host, "active")
+    gpu_host.full.clear()
+    for _ in range(2):
+        agent.run_pass()
+    assert gpu_host.runner.calls == [RELOAD, RELOAD]
 
 
 def test_a_machine_starts_with_older_settings_if_new_ones_cannot_be_written(gpu_host: Host) -> None:
@@ -180,8 +203,13 @@ def test_an_interrupted_removal_is_forgotten_by_the_next_pass(gpu_host: Host) ->
     for unit in UNITS:
         gpu_host.bus.units[unit.replace(MACHINE, "other")] = gpu_host.bus.units[unit]
     other = Reconciler(Config.validated({"machines": {"other": {}}}), gpu_host, gpu_host)
-    gpu_host.remove_file(nspawn_file(MACHINE))
-    gpu_host.remove_file(unit_drop_in(MACHINE))
+    gpu_host.full.append(OWNED)
+    gpu_host.runner.calls.clear()
+    for _ in range(3):
+        assert other.reconcile().failures
+    assert not gpu_host.exists(unit_drop_in(MACHINE))
+    assert gpu_host.runner.calls.count(RELOAD) == 1, "the others remove nothing"
+    gpu_host.full.clear()
     other.reconcile()
     assert MACHINE not in gpu_host.read_text(OWNED)
     assert [each.name for each in other.preview()[0].machines] == ["other"]

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from operator import eq
 from typing import Any, TypeAlias
@@ -13,8 +14,9 @@ from agent.host.apply.driver_roots import LEFTOVERS_LIMIT, make_way, protect, pu
 from agent.host.observe.machine import observe_joined
 from agent.host.state.records import OWNED_FILES, Owned
 from agent.model.contract import parse_host_status
+from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, BusAnswerError, BusError, DocumentError, reason
-from agent.model.facts import READ_ONLY, Absent, Broken, DeviceAllow, LiveSettings, Unseen, render_live
+from agent.model.facts import READ_ONLY, Absent, Broken, DeviceAllow, LiveSettings, Seen, Unseen, render_live
 from agent.model.goal import (
     ChangeDevices,
     Cleanup,
@@ -93,7 +95,7 @@ def apply(
         if record_failures is None and any(isinstance(each, WriteFile) and _needs_record(each) for each in batch):
             record_failures = _update_record(actions, system, finished=False)
             failures += record_failures
-        due = [each for each in batch if not _must_skip(each, failed, recorded=not record_failures)]
+        due = [each for each in batch if not _must_skip(each, failed, system, recorded=not record_failures)]
         for action, error in zip(due, _perform_all(due, system, progress, performers or PERFORMERS), strict=True):
             if error is None:
                 done.append(action)
@@ -165,7 +167,7 @@ def _machine(action: Step) -> str | None:
             return None
 
 
-def _must_skip(action: Step, failed: Sequence[Step], *, recorded: bool) -> bool:
+def _must_skip(action: Step, failed: Sequence[Step], system: System, *, recorded: bool) -> bool:
     """Return whether a step depends on one that failed, or on the ownership record, which is not `recorded`."""
     match action:
         case WriteFile(path) if path.startswith(f"{MACHINES_STATE}/"):
@@ -182,6 +184,9 @@ def _must_skip(action: Step, failed: Sequence[Step], *, recorded: bool) -> bool:
             return any(
                 isinstance(each, RemoveFile) and each.path.startswith(f"{RUNTIME_PROPERTIES}/") for each in failed
             )
+        case ReloadUnits(outdated):
+            # No unit file changed. A reload may leave device filters open for a moment.
+            return not outdated and read_seen(system.exists, RELOAD_PENDING) is False
         case _:
             return False
 
@@ -234,15 +239,15 @@ def _update_record(actions: Sequence[Step], system: System, *, finished: bool) -
 
 def write_file(action: WriteFile, system: System, _: Progress = lambda _: None) -> None:
     """Write a file of the agent. Raises OSError."""
-    _record_pending_reload(action.path, system)
     if action.path.startswith(f"{STATE}/"):
         make_way(action.path, system)
-    system.write(action.path, action.content, action.mode)
+    with _pending_reload(action.path, system):
+        system.write(action.path, action.content, action.mode)
 
 
 def _remove_file(action: RemoveFile, system: System, _: Progress) -> None:
-    _record_pending_reload(action.path, system)
-    system.remove(action.path)
+    with _pending_reload(action.path, system):
+        system.remove(action.path)
     # What killed writers left: nobody else writes the file again, and removes it then.
     system.remove_temporary(action.path)
     if (machine := machine_of(action.path)) is not None:
@@ -253,10 +258,26 @@ def _remove_file(action: RemoveFile, system: System, _: Progress) -> None:
             system.remove(record)
 
 
-def _record_pending_reload(path: str, system: System) -> None:
-    """Record, before a unit file changes, that systemd must read it again: a crash must not hide the change."""
-    if path.startswith(UNIT_SETTINGS):
-        system.write(RELOAD_PENDING, b"")
+@contextmanager
+def _pending_reload(path: str, system: System) -> Iterator[None]:
+    """Record, before a unit file changes, that systemd must read it again: a crash must not hide the change.
+
+    The record is removed if the file does not change: the disk may be full, or the file removed already.
+    """
+    if not path.startswith(UNIT_SETTINGS) or system.exists(RELOAD_PENDING):
+        yield
+        return
+
+    def identity() -> Seen[FileIdentity]:
+        return read_seen(lambda path: system.identity(path, follow=False), path)
+
+    before = identity()
+    system.write(RELOAD_PENDING, b"")
+    try:
+        yield
+    finally:
+        if identity() == before:
+            system.remove(RELOAD_PENDING)
 
 
 def _stage(action: StageDriverRoot, system: System, progress: Progress) -> None:

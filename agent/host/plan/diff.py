@@ -89,12 +89,9 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
                 running += forbid_withdrawn(goal, observed[goal.name], facts)
     removals = [*_permission_removals(plan, facts), *_removals(plan, facts)]
     changed_paths = [write.path for write in settings] + [removal.path for removal in removals]
-    reload_needed = (
-        facts.reload_pending
-        or any(path.startswith(UNIT_SETTINGS) for path in changed_paths)
-        or any(machine.unit_needs_reload for machine in facts.machines)
-    )
-    reload: list[Action] = [ReloadUnits()] if reload_needed else []
+    outdated = any(machine.unit_needs_reload for machine in facts.machines)
+    reload_needed = facts.reload_pending or outdated or any(path.startswith(UNIT_SETTINGS) for path in changed_paths)
+    reload: list[Action] = [ReloadUnits(outdated)] if reload_needed else []
     all_run = all(each.unit_state == "active" for each in facts.machines)
     reload_early, reload_late = ([], reload) if all_run else (reload, [])
     stage, stage_later = (
