@@ -137,8 +137,8 @@ class Outcome(Struct, frozen=True):
     actions: tuple[Done, ...] = ()
     failures: tuple[str, ...] = ()
     """Steps that failed and unexpected errors, one sentence each."""
-    concerned: Mapping[str, str] = field(default_factory=dict)
-    """The machine's name for each failure that concerns only one machine, by the failure's sentence. All other failures
+    concerned: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """The names of the machines for each failure that concerns only some, by the failure's sentence. All other failures
     may concern any machine."""
     finished: float = 0.0
     """When the pass ended, in seconds since the epoch."""
@@ -150,8 +150,8 @@ class Outcome(Struct, frozen=True):
 
     def failures_of(self, machines: Iterable[str]) -> tuple[str, ...]:
         """Return the failures, without those that concern only other machines."""
-        may_concern = {None, *machines}
-        return tuple(each for each in self.failures if self.concerned.get(each) in may_concern)
+        names, concerned = set(machines), self.concerned
+        return tuple(each for each in self.failures if each not in concerned or names.intersection(concerned[each]))
 
 
 CLEANUP_INTERVALS: Mapping[type[Cleanup], float] = {RemoveDriverRoot: 600.0, RemoveStaleStaging: 60.0}
@@ -330,7 +330,7 @@ class Reconciler(Struct):
             machines.append(replace(outcome, startable=startable(machine, facts)))
         return tuple(machines)
 
-    def _log_faults(self, machines: tuple[MachineOutcome, ...]) -> dict[str, str]:
+    def _log_faults(self, machines: tuple[MachineOutcome, ...]) -> dict[str, tuple[str, ...]]:
         """Return the names of machines with a fault, by the sentence about the fault. Log tracebacks of new faults."""
         faults = {each.name: each.fault for each in machines if each.fault}
         sentences = {name: f"machine {name}: {each.why}" for name, each in faults.items()}
@@ -341,7 +341,7 @@ class Reconciler(Struct):
             for name, sentence in new.items():
                 logging.getLogger(__name__).error("%s", sentence, exc_info=faults[name].error)
         self.logged_faults = tuple(sentences.values())
-        return {sentence: name for name, sentence in sentences.items()}
+        return {sentence: (name,) for name, sentence in sentences.items()}
 
     def start(self, name: str) -> tuple[str, ...]:
         """Start a machine, without waiting until it runs. Return failures, one sentence each.
@@ -372,7 +372,7 @@ class Reconciler(Struct):
 
     def _apply(self, facts: Facts, planned: Plan, difference: Difference) -> Applied:
         """Make the directories of machines, then perform the steps, except removals that failed recently."""
-        failures, concerned, names = [], dict[str, str](), [machine.name for machine in planned.goal.machines]
+        failures, concerned, names = [], dict[str, Collection[str]](), [each.name for each in planned.goal.machines]
         # Before each start, the machine's unit makes the same directories, and mounts a file system on the one for
         # reports.
         directories = {make(name): name for name in names for make in (handoff_directory, report_directory)}
@@ -381,7 +381,7 @@ class Reconciler(Struct):
                 self.system.make_directory(directory)
             except OSError as error:
                 failures.append(f"cannot create {directory}: {error.strerror}")
-                concerned |= {failures[-1]: directories[directory]} if directory in directories else {}
+                concerned |= {failures[-1]: (directories[directory],)} if directory in directories else {}
         mark_starts(facts.machines, self.system)
         now = time.monotonic()
         postponed = {

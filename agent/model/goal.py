@@ -66,6 +66,8 @@ class StageDriverRoot(Step, frozen=True):
 
     kind = "stage"
     root: StagedRoot
+    machines: frozenset[str]
+    """The machines whose handoffs name the root, or will name it."""
 
     def describe(self) -> str:
         size = sum(file.size for file in self.root.files)
@@ -81,6 +83,8 @@ class PublishDriverRoot(Step, frozen=True):
     kind = "mount"
     words = "mount driver root {0.root.index} ({0.root.vendor} driver {0.root.version})"
     root: StagedRoot
+    machines: frozenset[str]
+    """As for StageDriverRoot."""
 
 
 class ProtectDriverRoots(Step, frozen=True):

@@ -14,7 +14,7 @@ from agent.host.plan.goal import plan
 from agent.host.reconcile import MachineOutcome, Reconciler
 from agent.model.conditions import ConditionType, Reason, Status, false
 from agent.model.errors import AgentError, BusAnswerError
-from agent.model.facts import parse_live, render_live
+from agent.model.facts import PciDevice, parse_live, render_live
 from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.handoff import Report as MachineReport
 from agent.model.paths import (
@@ -182,17 +182,22 @@ def test_an_idle_pass_writes_nothing_and_starts_no_process(gpu_host: Host) -> No
 
 
 def test_a_full_disk_stops_staging_before_it_starts(gpu_host: Host) -> None:
-    """The handoff that would name the missing driver root is not published, but the settings are."""
-
-    class FullHost(Host):
-        def free_bytes(self, path: str) -> int:
-            return 1 << 20
-
-    gpu_host.__class__ = FullHost
-    outcome = reconciler(gpu_host).reconcile()
-    assert "1 MiB are free" in outcome.failures[0]
+    """The handoff that would name the missing driver root is not published, but settings and other handoffs are."""
+    gpu_host.bus.unit("systemd-nspawn@other.service", "inactive")
+    gpu_host.make_directory("/var/lib/machines/other")
+    assert isinstance(gpu_host.pci, tuple)
+    gpu_host.pci += (PciDevice("0000:0a:00.0", 0x1002, 0x030000, "amdgpu"),)
+    machines = {MACHINE: {"gpus": ["0000:01:00.0"]}, "other": {"gpus": ["0000:0a:00.0"]}}
+    gpu_host.free = 1 << 20
+    outcome = Reconciler(Config.validated({"machines": machines}), gpu_host, gpu_host).reconcile()
+    (failure,) = outcome.failures
+    assert "1 MiB are free" in failure
+    assert not gpu_host.exists(granted_file(MACHINE))
     assert not gpu_host.exists(handoff_file(MACHINE))
     assert gpu_host.exists(nspawn_file(MACHINE))
+    assert gpu_host.exists(handoff_file("other"))
+    assert outcome.failures_of([MACHINE]) == (failure,)
+    assert outcome.failures_of(["other"]) == ()
     assert condition(outcome.machines[0], ConditionType.DRIVER_ROOT_STAGED) == (Status.FALSE, "NotStaged")
     assert gpu_host.entries(STAGING) == ()
 

@@ -22,7 +22,6 @@ from agent.model.goal import (
     Cleanup,
     ProtectDriverRoots,
     PublishDriverRoot,
-    Publishing,
     ReloadUnits,
     RemoveDriverRoot,
     RemoveFile,
@@ -36,10 +35,10 @@ from agent.model.paths import (
     MACHINES_STATE,
     OWNED,
     RELOAD_PENDING,
-    RUNTIME_PROPERTIES,
     STATE,
     UNIT_SETTINGS,
     conditions_file,
+    device_allow_drop_in,
     handoff_directory,
     joined_file,
     live_file,
@@ -68,7 +67,7 @@ class Applied(Struct, frozen=True):
     done: tuple[Step, ...]
     failures: tuple[str, ...]
     """Sentences that name the steps that failed."""
-    concerned: dict[str, str]
+    concerned: dict[str, Collection[str]]
     """As in agent.host.reconcile.Outcome."""
     failed_cleanups: dict[Cleanup, str]
     """Removals that failed, with the reason. They are not failures of the pass, because no machine waits for them."""
@@ -86,7 +85,7 @@ def apply(
     no later step is performed: raises AgentError. Consecutive steps that are marked `together` run at the same time.
     Calls `progress` with a sentence before each step.
     """
-    done, failed, failures, concerned = list[Step](), list[Step](), list[str](), dict[str, str]()
+    done, undone, failures, concerned = list[Step](), list[Step](), list[str](), dict[str, Collection[str]]()
     failed_cleanups: dict[Cleanup, str] = {}
     record_failures: tuple[str, ...] | None = None
     for batch in _batches(actions):
@@ -95,7 +94,8 @@ def apply(
         if record_failures is None and any(isinstance(each, WriteFile) and _needs_record(each) for each in batch):
             record_failures = _update_record(actions, system, finished=False)
             failures += record_failures
-        due = [each for each in batch if not _must_skip(each, failed, system, recorded=not record_failures)]
+        due = [each for each in batch if not _must_skip(each, undone, system, recorded=not record_failures)]
+        undone += [each for each in batch if each not in due]
         for action, error in zip(due, _perform_all(due, system, progress, performers or PERFORMERS), strict=True):
             if error is None:
                 done.append(action)
@@ -106,13 +106,13 @@ def apply(
             failure = _failure_of(action, error)
             if action.decisive:
                 raise failure from error
-            failed.append(action)
+            undone.append(action)
             if isinstance(action, Cleanup):
                 failed_cleanups[action] = str(failure)
             else:
                 failures.append(str(failure))
-                if (machine := _machine(action)) is not None:
-                    concerned[failures[-1]] = machine
+                if machines := _machines(action):
+                    concerned[failures[-1]] = machines
     if any(isinstance(action, RemoveFile) for action in done):
         failures += _update_record(done, system, finished=True)
     return Applied(tuple(done), tuple(failures), concerned, failed_cleanups)
@@ -154,36 +154,37 @@ def _perform_all(
     return errors
 
 
-def _machine(action: Step) -> str | None:
-    """Return the only machine that a step concerns; None if it may concern any machine."""
+def _machines(action: Step) -> Collection[str]:
+    """Return the only machines that a step concerns; none if it may concern any machine."""
     match action:
         case ChangeDevices(machine):
-            return machine
+            return (machine,)
+        case StageDriverRoot(_, machines) | PublishDriverRoot(_, machines):
+            return machines
         case WriteFile(path) | RemoveFile(path) if path.startswith(f"{MACHINES_STATE}/"):
-            return path.removeprefix(f"{MACHINES_STATE}/").partition("/")[0]
+            return (path.removeprefix(f"{MACHINES_STATE}/").partition("/")[0],)
         case WriteFile(path) | RemoveFile(path):
-            return machine_of(path)
+            return tuple(name for name in (machine_of(path),) if name is not None)
         case _:
-            return None
+            return ()
 
 
-def _must_skip(action: Step, failed: Sequence[Step], system: System, *, recorded: bool) -> bool:
-    """Return whether a step depends on one that failed, or on the ownership record, which is not `recorded`."""
+def _must_skip(action: Step, undone: Sequence[Step], system: System, *, recorded: bool) -> bool:
+    """Return whether a step depends on one that was not done, or on the ownership record, which is not `recorded`."""
     match action:
         case WriteFile(path) if path.startswith(f"{MACHINES_STATE}/"):
-            # The handoff may name a driver root that could not be published.
-            return any(isinstance(each, Publishing) for each in failed)
+            # The handoff names a driver root that could not be published.
+            publishing = [each for each in undone if isinstance(each, StageDriverRoot | PublishDriverRoot)]
+            return any(name in each.machines for each in publishing for name in _machines(action))
         case StageDriverRoot():
             # If plain directories could not be replaced, they stay in use: do not stage roots in their place.
-            return any(isinstance(each, ProtectDriverRoots) for each in failed)
+            return any(isinstance(each, ProtectDriverRoots) for each in undone)
         case WriteFile():
             return not recorded and _needs_record(action)
         case RemoveFile():
             # If systemd's drop-in with a machine's device permissions could not be removed, the machine's settings
             # files must stay: without them, later passes would not find that drop-in.
-            return any(
-                isinstance(each, RemoveFile) and each.path.startswith(f"{RUNTIME_PROPERTIES}/") for each in failed
-            )
+            return any(RemoveFile(device_allow_drop_in(name)) in undone for name in _machines(action))
         case ReloadUnits(outdated):
             # No unit file changed. A reload may leave device filters open for a moment.
             return not outdated and read_seen(system.exists, RELOAD_PENDING) is False

@@ -9,7 +9,7 @@ from agent.host.plan.goal import Plan, remembered_files
 from agent.host.plan.live_devices import Acknowledged, change_running, forbid_withdrawn
 from agent.host.state.gpus import GRANTED
 from agent.host.state.records import MARK
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, Remembered, Unseen
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Remembered, StagedRoot, Unseen
 from agent.model.goal import (
     Action,
     ChangeDevices,
@@ -95,15 +95,17 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
     all_run = all(each.unit_state == "active" for each in facts.machines)
     reload_early, reload_late = ([], reload) if all_run else (reload, [])
     stage, stage_later = (
-        [StageDriverRoot(root) for root in roots if root not in facts.staged]
+        [StageDriverRoot(root, _users(root, plan)) for root in roots if root not in facts.staged]
         for roots in (plan.goal.driver_roots, plan.goal.waiting_roots)
     )
     unused = collect(plan.goal, facts)
     collect_first, collect_last = (unused, []) if stage else ([], unused)
     removed = {action.index for action in unused if isinstance(action, RemoveDriverRoot)}
     hidden = [root for root in facts.staged if root.hidden and root.index not in removed]
-    publish = [PublishDriverRoot(root) for root in hidden if root in plan.goal.driver_roots]
-    publish_later = [PublishDriverRoot(root) for root in hidden if root not in plan.goal.driver_roots]
+    publish, publish_later = (
+        [PublishDriverRoot(root, _users(root, plan)) for root in hidden if (root in plan.goal.driver_roots) is used]
+        for used in (True, False)
+    )
     protect = [ProtectDriverRoots(facts.plain_roots)] if replaceable(facts) else []
     roots = (*collect_first, *protect, *publish, *stage)
     later = (*_record_remembered(plan, facts), *collect_last, *stage_later, *publish_later)
@@ -140,6 +142,15 @@ def startable(machine: MachineFacts, facts: Facts) -> bool:
         return False
     files = [facts.files.get(path) for path in (nspawn_file(machine.name), unit_drop_in(machine.name))]
     return all(file and isinstance(file.content, bytes) and file.content.startswith(MARK) for file in files)
+
+
+def _users(root: StagedRoot, plan: Plan) -> frozenset[str]:
+    """Return the machines whose handoffs name a driver root, or will name it."""
+    return frozenset(
+        goal.name
+        for goal in plan.goal.machines
+        if any(root in (grant.driver_root, grant.waiting_root) for grant in goal.grants)
+    )
 
 
 def _publish_handoff(

@@ -332,10 +332,11 @@ def test_settings_stay_as_long_as_a_permission_cannot_be_removed(host: Host) -> 
     permission, drop_in = device_allow_drop_in(MACHINE), unit_drop_in(MACHINE)
     host.file(f"{permission}/not-empty")
     host.file(drop_in)
-    applied = apply((RemoveFile(permission), RemoveFile(drop_in)), host)
+    others = RemoveFile(unit_drop_in("other"))
+    applied = apply((RemoveFile(permission), RemoveFile(drop_in), others), host)
     assert [permission in each for each in applied.failures] == [True]
     assert host.exists(drop_in)
-    assert applied.done == ()
+    assert applied.done == (others,)
 
 
 def listed(seen: Facts, *allow: DeviceAllow) -> Facts:
