@@ -124,11 +124,9 @@ def forget_detached(system: System, address: str) -> None:
 
 
 def record_lost(system: System, address: str, why: str) -> bool:
-    """Record a lost GPU. Return False if it has no driver: another condition reports that."""
+    """Record a lost GPU, unless it has no driver: another condition reports that. Return whether the loss is new."""
     bound = binding(system, address)
-    if bound is not None:
-        _change(system, address, lambda note: replace(note, lost=why, binding=bound))
-    return bound is not None
+    return bound is not None and _change(system, address, lambda note: replace(note, lost=why, binding=bound))
 
 
 def record_fault(system: System, address: str, fault: GpuFault) -> bool:
