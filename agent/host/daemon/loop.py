@@ -271,7 +271,7 @@ class Timing(Struct, frozen=True):
     pending_watched: float = 15.0
     """The same delay if reports are watched. Passes are still needed, because some changes cause no event."""
     pending_limit: float = 120.0
-    """After this time, `interval` applies again: an image without the machine half never answers its handoff."""
+    """After this time, a machine is not waited for any longer: one without the machine half never answers."""
     back_off: float = 5.0
     """Delay after a failed pass. Each further failure doubles it, up to `interval`."""
     jitter: float = 0.1
@@ -324,7 +324,8 @@ class Daemon:
         self.local = Server(listen_locally(system.full_path(RUNTIME), STATUSZ_SOCKET))
         self._failed_in_a_row = 0
         self._progress_reported = 0.0
-        self._pending_since: float | None = None
+        self._pending_since: dict[str, float] = {}
+        """Since when machines are pending, by CLOCK_MONOTONIC."""
         self._publish()
 
     def loop(self, signals: Signals) -> None:
@@ -410,7 +411,7 @@ class Daemon:
         self._metrics.passed(None if made.error else view.outcome, seconds)
         self._passes.append(Pass(rfc3339(time.time()), trigger, round(seconds, 3), actions, failures))
         self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
-        if not failures and not self._pending:
+        if not self._pending() and not failures:
             self._metrics.converged()
         with self._event_log.guarded("publish the pages"):
             self._publish()
@@ -426,11 +427,10 @@ class Daemon:
 
     def next_pass(self) -> tuple[str, float]:
         """Return what triggers the next pass if no event or signal does, and in how many seconds."""
-        timing, now = self._timing, time.monotonic()
-        self._pending_since = (self._pending_since or now) if self._pending else None
+        timing = self._timing
         if self._failed_in_a_row:
             trigger, delay = "retry", min(timing.interval, timing.back_off * 2 ** min(self._failed_in_a_row - 1, 10))
-        elif self._pending_since is not None and now - self._pending_since < timing.pending_limit:
+        elif self._pending():
             watched = self._wakeups.tallies[REPORTS].watching
             trigger, delay = "pending", timing.pending_watched if watched else timing.pending
         else:
@@ -439,9 +439,11 @@ class Daemon:
             delay = min(delay, self._watchdog * WATCHDOG_SHARE)
         return trigger, delay * random.uniform(1 - timing.jitter, 1 + timing.jitter)
 
-    @property
     def _pending(self) -> bool:
-        return any(machine.pending for machine in self._machines())
+        """Return whether a machine is pending, and has been for less than the limit."""
+        now, before = time.monotonic(), self._pending_since
+        self._pending_since = {each.name: before.get(each.name, now) for each in self._machines() if each.pending}
+        return any(now - since < self._timing.pending_limit for since in self._pending_since.values())
 
     def _progress(self, sentence: str) -> None:
         """Report that a step begins or, if `sentence` is empty, continues. A pass gives no other sign of life."""

@@ -263,7 +263,8 @@ class Metrics(Collector):
         )
         self._convergence = Histogram(
             f"{PREFIX}_event_to_converged_seconds",
-            "From an event to the end of the pass after which nothing is left to do and no report is pending.",
+            "From an event to the end of the pass after which nothing is left to do and no report is pending. "
+            "A report is awaited for two minutes.",
             registry=self._registry,
             buckets=CONVERGENCE_BUCKETS,
         )
@@ -293,7 +294,7 @@ class Metrics(Collector):
             self._first_event = noticed
 
     def converged(self) -> None:
-        """Record that a pass ended without failures or pending machines."""
+        """Record that a pass ended without failures, and that no machine is waited for."""
         if self._first_event is not None:
             self._convergence.observe(time.monotonic() - self._first_event)
         self._first_event = None
