@@ -129,7 +129,7 @@ SERVICE_STATES = Record(ServiceState)
 #
 # All times are by the wall clock. If the clock was set after the times were written, they are corrected when they are
 # read. Without this correction, on a host whose clock has no battery and is set after boot, conditions would look years
-# old, and a start that has just begun would look overdue.
+# old, and a start that has just begun would look overdue. A suspend moves the times from which waits are measured.
 
 
 History = Mapping[str, tuple[Condition, ...]]
@@ -152,6 +152,8 @@ class _Condition(Struct, frozen=True):
     """When the host booted, by the wall clock as it was set when the times above were written."""
     gpus: tuple[str, ...]
     said: tuple[tuple[str, str, str], ...] | None
+    suspended: Time = 0.0
+    """How long the host had been suspended since it booted, when the times above were written."""
 
 
 _HISTORY = Record(dict[str, tuple[_Condition, ...]])
@@ -159,17 +161,18 @@ _HISTORY = Record(dict[str, tuple[_Condition, ...]])
 
 def read_history(system: System) -> History:
     """Return the history; empty if it is missing or unreadable, because it is only a cache."""
-    booted = _booted()
+    booted, suspended = _booted(), _suspended()
 
     def corrected(found: _Condition) -> Condition:
-        *condition, recorded, gpus, said = astuple(found)
-        read, set_by = Condition(*condition)._replace(gpus=gpus, said=said), booted - recorded
-        if abs(set_by) < STEP:
-            return read
+        *condition, recorded, gpus, said, before = astuple(found)
+        read = Condition(*condition)._replace(gpus=gpus, said=said)
+        set_by, paused = (0.0 if abs(each) < STEP else each for each in (booted - recorded, suspended - before))
+        # Users see since when a condition is True or False. Unknown is a wait.
+        since = set_by + (paused if read.status is Status.UNKNOWN else 0.0)
         return read._replace(
-            last_transition=read.last_transition and read.last_transition + set_by,
-            losses=tuple(at + set_by for at in read.losses),
-            good_since=read.good_since and read.good_since + set_by,
+            last_transition=read.last_transition and read.last_transition + since,
+            losses=tuple(at + set_by + paused for at in read.losses),
+            good_since=read.good_since and read.good_since + set_by + paused,
         )
 
     found = _HISTORY.read(CONDITIONS, system) or {}
@@ -179,13 +182,14 @@ def read_history(system: System) -> History:
 def write_history(system: System, history: History) -> tuple[str, ...]:
     """Write the history, world-readable for `status`. Return the failure, one sentence, if there is one."""
     try:
-        before, booted = _HISTORY.read_seen(CONDITIONS, system), _booted()
-        # `_booted` is a little different in each pass. With the recorded time, unless the clock was set since, the file
-        # does not change as long as the history does not change.
-        known = [each.booted for found in before.values() for each in found] if isinstance(before, dict) else []
-        booted = next((each for each in known if abs(each - booted) < STEP), booted)
+        before, booted, suspended = _HISTORY.read_seen(CONDITIONS, system), _booted(), _suspended()
+        # Both are a little different in each pass. With the recorded ones, unless the clock was set or the host was
+        # suspended since, the file does not change as long as the history does not change.
+        known = [each for found in before.values() for each in found] if isinstance(before, dict) else []
+        booted = next((each.booted for each in known if abs(each.booted - booted) < STEP), booted)
+        suspended = next((each.suspended for each in known if abs(each.suspended - suspended) < STEP), suspended)
         content = {
-            machine: tuple(_Condition(*each[:7], booted=booted, gpus=each.gpus, said=each.said) for each in conditions)
+            machine: tuple(_Condition(*each[:7], booted, each.gpus, each.said, suspended) for each in conditions)
             for machine, conditions in history.items()
         }
         if before != content:
@@ -201,6 +205,11 @@ def write_history(system: System, history: History) -> tuple[str, ...]:
 def _booted() -> float:
     """Return when the host booted, by the wall clock. The result changes only if somebody sets the clock."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _suspended() -> float:
+    """Return how long the host has been suspended since it booted."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
 
 
 class Handed(Struct, frozen=True):

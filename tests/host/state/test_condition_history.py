@@ -33,6 +33,8 @@ def test_the_file(tmp_path: Path) -> None:
     assert host.identity(CONDITIONS) == written, "the same history is not written again"
     document = json.loads(host.read(CONDITIONS))
     assert abs(document["gpu-node"][0].pop("booted") - (time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))) < 60
+    suspended = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    assert abs(document["gpu-node"][0].pop("suspended") - suspended) < 60
     assert document == {"gpu-node": [RECORD]}
     assert read_history(host) == {"gpu-node": (READY,)}
 

@@ -127,17 +127,20 @@ def test_a_start_in_progress_is_not_a_fault_unless_it_lasts_forever() -> None:
     assert [each.status for each in seen] == [Status.TRUE] * 3
 
 
-@pytest.mark.parametrize("jump", [-86400.0, 86400.0])
-def test_setting_the_clock_neither_ends_nor_prolongs_a_wait(
-    host: Host, jump: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("jump", "suspended"), [(-86400.0, 0.0), (86400.0, 0.0), (7200.0, 7200.0)], ids=["back", "ahead", "suspend"]
+)
+def test_neither_a_clock_jump_nor_a_suspend_ends_or_prolongs_a_wait(
+    host: Host, jump: float, suspended: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine()
     machine.now = time.time()
     machine.flap(LOSSES)
     ready, (starting, *_) = machine.see(GOOD), fabric(STARTING, (), machine.now)
     write_history(host, {MACHINE: (starting, ready)})
-    real = time.time
+    real, since_boot = time.time, time.clock_gettime
     monkeypatch.setattr(time, "time", lambda: real() + jump)
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: since_boot(clock) + suspended)
     machine.now += jump
     before = read_history(host)[MACHINE]
     machine.ready = before[-1]
