@@ -291,6 +291,17 @@ def test_changed_settings_are_reported_and_a_rebuild_applies_them(host: NodeHost
     assert ("systemctl", "stop", UNITS[0]) in host.runner.calls
 
 
+def test_a_setting_that_the_nodes_release_did_not_have_is_no_change(host: NodeHost, capsys: Capture) -> None:
+    """After an upgrade, `up` would advise to rebuild each node."""
+    assert run(host) == 0
+    record = NODE_RECORDS.read(record_paths(MACHINE), host)
+    assert isinstance(record, NodeRecord)
+    older = {key: value for key, value in record.settings.items() if key != "containerd.cni_binaries"}
+    NODE_RECORDS.write(record_paths(MACHINE), replace(record, settings=older), host)
+    assert run(host) == 0
+    assert "was made with other settings" not in capsys.readouterr().err
+
+
 def test_another_api_server_or_network_needs_a_rebuild(host: NodeHost, capsys: Capture) -> None:
     """The node's files have the server's address, and those of its network."""
     assert run(host) == 0

@@ -10,7 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import tomlkit
-from msgspec import Struct, field, to_builtins
+from msgspec import NODEFAULT, Struct, field, to_builtins
+from msgspec.structs import fields
 
 from agent.config.checks import is_subdomain, split_taint
 from agent.config.settings import Config, ContainerdSettings, KubeletSettings, NodeSettings
@@ -320,7 +321,7 @@ class NodeRecord(Struct, frozen=True):
     files: dict[str, str]
     """SHA-256 digests of the files that `up` wrote, by path in the machine."""
     settings: dict[str, str]
-    """The settings that the root file system depends on, as JSON by key."""
+    """The settings that the root file system depends on, without defaults, as JSON by key."""
     made: float
     """When the root file system was complete, in seconds since the epoch."""
     born: int = 0
@@ -370,22 +371,24 @@ def changed_settings(record: NodeRecord, settings: NodeSettings) -> tuple[str, .
 
 
 def _settings_of_root(settings: NodeSettings) -> dict[str, str]:
-    """Return the settings that the root file system depends on, as JSON by key."""
-    found = {key: json.dumps(value, sort_keys=True) for key, value in _flat(to_builtins(settings))}
+    """Return the settings that the root file system depends on, without those that have their defaults, as JSON by key.
+
+    So a later release that adds or drops a setting does not find that nodes were made with other settings.
+    """
     return {
-        key: value
-        for key, value in found.items()
+        key: json.dumps(to_builtins(value), sort_keys=True)
+        for key, value in _chosen(settings)
         if key == SWAP or not (key in NOT_IN_ROOT or key.startswith(HOST_SETTINGS))
     }
 
 
-def _flat(settings: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for key, value in settings.items():
-        # A table within a table, such as labels, counts as one value: users choose its keys, which may contain dots.
-        if isinstance(value, dict):
-            yield from ((f"{key}.{inner}", each) for inner, each in value.items())
-        else:
-            yield key, value
+def _chosen(table: Struct) -> Iterator[tuple[str, object]]:
+    for each in fields(table):
+        value = getattr(table, each.name)
+        if isinstance(value, Struct):
+            yield from ((f"{each.name}.{key}", inner) for key, inner in _chosen(value))
+        elif value != (each.default if each.default_factory is NODEFAULT else each.default_factory()):
+            yield each.name, value
 
 
 # Collects what a node's files contain apart from its settings: the Node's name, its addresses, the CA.
