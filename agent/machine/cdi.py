@@ -21,7 +21,7 @@ from agent.machine.vendors import VENDORS
 from agent.model.conditions import Condition, ConditionType, Reason, Remark, Status, false, not_applicable, true
 from agent.model.contract import AllocatableDevice, AllocatableVendor
 from agent.model.device import DeviceNumber
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, DocumentError
 from agent.model.handoff import GrantedDevice, Repair, Request
 from agent.model.json_document import json_for_yaml, parse_json
 from agent.model.paths import CDI_DIRECTORIES, MACHINE_HOST_NVIDIA, mode_spec_file, spec_directory, spec_file
@@ -252,19 +252,22 @@ def _publish(context: Context, vendor: MachineVendor, spec: _Spec, foreign: Fore
 def _current(system: System, spec: _Spec, live: dict[str, DeviceNumber]) -> _Candidate | None:
     """Return the published specification; None if it is missing or malformed, not a regular file, or too large.
 
+    It is also too large if it mounts too many files.
+
     Raises OSError if the specification exists but cannot be read now. Then it must not be replaced, because it may
     serve more GPUs than a new one.
     """
     try:
         text = system.read_untrusted(spec.own.path)[0]
         document = parse_json(text)
-    except (FileNotFoundError, ValueError):
+        found = looked_up(system, document, live)
+    except (FileNotFoundError, ValueError, DocumentError):
         return None
     except OSError as error:
         if error.errno not in UNUSABLE:
             raise
         return None
-    return _Candidate(text, spec.verify(document, *looked_up(system, document, live)))
+    return _Candidate(text, spec.verify(document, *found))
 
 
 def _failure(context: Context, spec: _Spec, inputs: str, current: _Candidate | None) -> Failure:

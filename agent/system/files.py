@@ -42,6 +42,8 @@ LINK_OF_PROCESS = re.compile(r"/proc/[0-9]+/")
 """Matches the start of the path of a link below the directory of a process, such as /proc/1/root (proc(5))."""
 LINK_LIMIT = 40
 """Symbolic links that are followed in one path, like the kernel's MAXSYMLINKS."""
+PART_LIMIT = 256
+"""Components of one path, with those of the links in it. The kernel has no limit, but needs no call for each."""
 OWN_DIRECTORIES = (f"{STATE}/", f"{RUNTIME}/")
 """Prefixes of paths at which only the agent's files belong."""
 READ_LIMIT = 1 << 20
@@ -165,8 +167,11 @@ class System:
         """
         # This is the innermost loop of each pass, so readlink is its only system call for a component.
         prefix = "" if self.root == "/" else self.root
-        done, remaining, links = "", [part for part in reversed(path.split("/")) if part], 0
+        done, links, remaining = "", 0, [part for part in reversed(path.split("/")) if part]
+        parts = len(remaining)
         while remaining:
+            if links > LINK_LIMIT or parts > PART_LIMIT:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
             part = remaining.pop()
             if part in (".", ".."):
                 done = done.rpartition("/")[0] if part == ".." else done
@@ -174,15 +179,16 @@ class System:
             here = f"{done}/{part}"
             try:
                 target = os.readlink(prefix + here)
-            except OSError:
+            except OSError as error:
+                # Otherwise each further component would be added to a path that has become long.
+                if error.errno == errno.ENAMETOOLONG:
+                    raise
                 done = here
                 continue
-            links += 1
             if not of_processes and LINK_OF_PROCESS.match(here):
                 raise OSError(errno.EXDEV, "leads through /proc to files of another process", path)
-            if links > LINK_LIMIT:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-            remaining += [each for each in reversed(target.split("/")) if each]
+            inserted = [each for each in reversed(target.split("/")) if each]
+            links, parts, remaining = links + 1, parts + len(inserted), remaining + inserted
             done = "" if target.startswith("/") else done
         return done or "/"
 

@@ -1,7 +1,7 @@
 """Reads CDI specifications, and gives them the version that most container runtimes accept. Pure.
 
 If one is malformed, all functions except `host_paths` and `narrowed` raise DocumentError. The error names the malformed
-part.
+part. `host_paths` raises it for too many paths.
 """
 
 import json
@@ -14,6 +14,8 @@ from agent.model.handoff import Request
 from agent.model.json_document import parse_json
 
 DEVICE_KEYS = frozenset({"name", "containerEdits"})
+PATHS = 1024
+"""How many paths of one specification are looked up. A whole driver has far fewer files."""
 
 
 def devices(document: dict[str, Any], *, foreign: bool = False) -> list[tuple[str, dict[str, Any]]]:
@@ -40,11 +42,18 @@ def all_edits(document: dict[str, Any], *, foreign: bool = False) -> list[dict[s
     return [common, *(edits for _, edits in devices(document, foreign=foreign))]
 
 
-def host_paths(spec: object) -> tuple[str, ...]:
+def few(paths: set[str]) -> set[str]:
+    """Return the paths, which are looked up. A pod that can write the specification may choose slow ones."""
+    if len(paths) > PATHS:
+        raise DocumentError(f"it names more than {PATHS} files")
+    return paths
+
+
+def host_paths(spec: object) -> set[str]:
     """Return the `hostPath`s of all mounts. Malformed parts are passed over."""
     holders = [spec, *_list(spec, "devices")]
     mounts = [mount for each in holders for mount in _list(_member(each, "containerEdits"), "mounts")]
-    return tuple(path for mount in mounts if isinstance(path := _member(mount, "hostPath"), str))
+    return few({path for mount in mounts if isinstance(path := _member(mount, "hostPath"), str)})
 
 
 def with_nodes(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

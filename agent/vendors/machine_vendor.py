@@ -95,7 +95,9 @@ class CdiMode(NamedTuple):
 def looked_up(
     system: System, spec: object, live: Mapping[str, DeviceNumber]
 ) -> tuple[dict[str, DeviceNumber], set[str]]:
-    """Return `live` and `present` for `verify`: what the specification mounts is looked up. Raises OSError.
+    """Return `live` and `present` for `verify`: what the specification mounts is looked up.
+
+    Raises OSError, or DocumentError if it mounts too much.
 
     `live` maps the paths of the granted nodes that exist in the machine to their numbers.
     """

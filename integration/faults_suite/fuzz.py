@@ -94,14 +94,25 @@ def _long_texts(corpus: list[bytes]) -> Iterator[tuple[str, Callable[[int], byte
         document = json.loads(corpus[0])
     except ValueError:
         return
-    for key, value in document.items() if isinstance(document, dict) else ():
-        if isinstance(value, list) and value:
-            yield (
-                f"its list {key}, longer",
-                lambda size, key=key, value=value: json.dumps(  # type: ignore[misc]
-                    document | {key: value * (size // len(json.dumps(value)))}
-                ).encode(),
-            )
+    yield from ((f"its list {place}, longer", make) for place, make in _longer_lists(document, lambda whole: whole))
+
+
+def _longer_lists(
+    part: object, whole: Callable[[object], object], place: str = ""
+) -> Iterator[tuple[str, Callable[[int], bytes]]]:
+    """Yield the lists in a part of a document, each with a function that makes the document with many more items in it.
+
+    `whole` returns the document with another value in the part's place. Of a list's items, the first is looked into,
+    and the shortest is repeated.
+    """
+    if isinstance(part, list) and part:
+        item = min(part, key=lambda item: len(json.dumps(item)))
+        yield place, lambda size: json.dumps(whole([*part, *[item] * (size // len(json.dumps([item])))])).encode()
+        yield from _longer_lists(part[0], lambda value: whole([value, *part[1:]]), place)
+    if isinstance(part, dict):
+        for key, value in part.items():
+            # The default value keeps this turn's key.
+            yield from _longer_lists(value, lambda new, key=key: whole({**part, key: new}), f"{place}.{key}")  # type: ignore[misc]
 
 
 def _units(corpus: list[bytes]) -> Iterator[tuple[str, bytes]]:

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -645,6 +646,19 @@ def test_a_foreign_spec_is_not_overwritten(machine: Machine) -> None:
     machine.hand(EMPTY)
     run(machine)
     assert machine.read(SPEC) == b"theirs"
+
+
+def test_attack_a_replaced_spec_with_many_mounts_is_made_again_at_once(machine: Machine) -> None:
+    """To look up 3000 slow paths took each run more than its 120 seconds, so that none of them ended."""
+    run(machine)
+    good = machine.read(SPEC)
+    spec = json.loads(good)
+    spec["containerEdits"]["mounts"] += [{"hostPath": f"/pod/{number}"} for number in range(3000)]
+    machine.put(SPEC, json.dumps(spec))
+    with mock.patch.object(os, "readlink", wraps=os.readlink) as readlink:
+        assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
+    assert machine.read(SPEC) == good
+    assert not [call for call in readlink.call_args_list if "/pod" in call.args[0]]
 
 
 def test_a_failed_gpu_costs_only_that_gpu(machine: Machine) -> None:

@@ -10,7 +10,7 @@ from agent.model.handoff import FabricAnswer, Request
 from agent.model.json_document import parse_toml
 from agent.model.text import quoted
 from agent.system.files import System
-from agent.vendors.cdi import all_edits, object_of, objects, strings
+from agent.vendors.cdi import all_edits, few, object_of, objects, strings
 from agent.vendors.cdi import devices as devices_of
 from agent.vendors.machine_vendor import EDIT_LIMIT, MachineVendor, RuntimeHandler
 from agent.vendors.nvidia import contract, nvidia_ctk, verify
@@ -100,9 +100,11 @@ def plugin_spec_problems(
         document = object_of(spec, "the specification")
         if document.get("kind") != SPEC_KIND:
             return (f"its kind is {quoted(str(document.get('kind')))}, not {SPEC_KIND}",)
-        found = [
-            problem for each in all_edits(document, foreign=True) for problem in _problems(each, request, live, exists)
-        ]
+        edits = all_edits(document, foreign=True)
+        fields = (("mounts", "hostPath"), ("hooks", "path"))
+        paths = few({path for each in edits for key, field in fields for path in strings(each, key, field)})
+        found = [problem for each in edits for problem in _node_problems(each, request, live)]
+        found += [f"{quoted(path)} does not exist" for path in sorted(paths) if not exists(path)]
         served = _gpu_nodes(document, request)
     except DocumentError as error:
         return (error.message,)
@@ -113,9 +115,7 @@ def plugin_spec_problems(
     return tuple(dict.fromkeys((*found, *(f"it has no device with {path}" for path in sorted(own_nodes - served)))))
 
 
-def _problems(
-    edits: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], exists: Callable[[str], bool]
-) -> Iterator[str]:
+def _node_problems(edits: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber]) -> Iterator[str]:
     granted = {device.path for device in request.devices}
     for node in objects(edits, "deviceNodes"):
         path = node.get("hostPath") or node.get("path")
@@ -128,10 +128,6 @@ def _problems(
         elif node.get("major") and (node["major"], node.get("minor", 0)) != (number.major, number.minor):
             specified, is_now = quoted(f"{node['major']}:{node.get('minor', 0)}"), f"{number.major}:{number.minor}"
             yield f"device node {path} is {specified} in the specification, but {is_now} in this machine"
-    for key, field in (("mounts", "hostPath"), ("hooks", "path")):
-        for path in sorted(strings(edits, key, field)):
-            if not exists(path):
-                yield f"{quoted(path)} does not exist"
 
 
 def _gpu_nodes(document: dict[str, Any], request: Request) -> set[str]:

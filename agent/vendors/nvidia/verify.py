@@ -565,16 +565,16 @@ def flags(arguments: list[Any]) -> list[tuple[str, ...]]:
 
     What is not a string becomes text that is never allowed.
     """
-    texts = [each if isinstance(each, str) else repr(each) for each in arguments]
+    texts = [each if isinstance(each, str) else repr(each) for each in reversed(arguments)]
     found: list[tuple[str, ...]] = []
     while texts:
-        flag = texts.pop(0)
+        flag = texts.pop()
         if flag.startswith(("--folder=", "--link=")):
             name, _, value = flag.partition("=")
             found.append((name, value))
             continue
-        takes_value = flag.startswith("--") and "=" not in flag and texts and not texts[0].startswith("--")
-        found.append((flag, texts.pop(0)) if takes_value else (flag,))
+        takes_value = flag.startswith("--") and "=" not in flag and texts and not texts[-1].startswith("--")
+        found.append((flag, texts.pop()) if takes_value else (flag,))
     return found
 
 

@@ -72,6 +72,10 @@ FAULTS: dict[str, tuple[Callable[[Spec], object], str]] = {
         "/usr/local/nvidia/toolkit/nvidia-cdi-hook does not exist",
     ),
     "another kind": (lambda spec: spec.update(kind="site.com/gpu"), "its kind is site.com/gpu, not k8s.device-plugin."),
+    "paths without end": (
+        lambda spec: spec["containerEdits"]["mounts"].extend({"hostPath": f"/{n}"} for n in range(1100)),
+        "it names more than 1024 files",
+    ),
     "text in a kind": (
         lambda spec: spec.update(kind="in order; nothing to do\u0301"),
         "its kind is 'in order; nothing to do\\u0301', not k8s.device-plugin.",
