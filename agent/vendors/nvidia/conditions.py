@@ -40,6 +40,7 @@ LOAD = "modprobe -a nvidia nvidia_uvm"
 DRIVER_LOG = "dmesg | grep -iE 'nvidia|nvrm'"
 ENABLE_FABRIC_MANAGER = "systemctl enable --now nvidia-fabricmanager"
 ENABLE_PERSISTENCE = "systemctl enable --now nvidia-persistenced"
+INSTALL_PERSISTENCE = "apt install nvidia-persistenced  # Ubuntu: nvidia-compute-utils-BRANCH"
 SHOW_FABRIC_LOG = "journalctl -b -u nvidia-fabricmanager --no-pager -n 50"
 REINSTALL_LIBRARIES = "apt install --reinstall libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH"
 
@@ -121,6 +122,10 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
             | Reason.FABRIC_FAILED
         ):
             return _start_fabric_manager(reason, driver.fabric_service if driver else FabricService(), version)
+        case ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING if driver and isinstance(
+            driver.persistence, Absent
+        ):
+            return (INSTALL_PERSISTENCE, *FIXED[kind, reason][1:])
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
             return _unbind_other_drivers(facts)
         case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
@@ -441,9 +446,13 @@ def _persistence_mode(daemon: Seen[str], grant: Grant, report: FabricReport) -> 
         case Unseen(why):
             inferred = unknown(kind, Reason.OBSERVATION_FAILED, why)
         case state:
-            first = f"{state.why}; then " if isinstance(state, Broken) else ""
-            what = "nvidia-persistenced.service is not running: unless somebody ran `nvidia-smi -pm 1`, the driver "
-            what += f"shuts down GPUs that nobody uses; {first}run `{ENABLE_PERSISTENCE}`"
+            why, first = "nvidia-persistenced.service is not running", ""
+            if isinstance(state, Broken):
+                first = f"{state.why}; then "
+            elif isinstance(state, Absent):
+                why, first = state.why, "install nvidia-persistenced (Ubuntu: nvidia-compute-utils-BRANCH), then "
+            what = f"{why}: unless somebody ran `nvidia-smi -pm 1`, the driver shuts down GPUs that nobody uses; "
+            what += f"{first}run `{ENABLE_PERSISTENCE}`"
             inferred = false(kind, Reason.DAEMON_NOT_RUNNING, what)
     said = {each.gpu: each.persistence for each in report.answers if each.persistence in ("Enabled", "Disabled")}
     off = [gpu for gpu in grant.gpus if said.get(gpu) == "Disabled"]

@@ -12,7 +12,7 @@ from agent.model.facts import Absent, Broken, Driver, PciDevice, Seen, Unseen, U
 from agent.model.goal import Grant
 from agent.model.handoff import FabricAnswer
 from agent.vendors.host_vendor import FabricReport, Sources
-from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.conditions import nvidia_conditions, remedies
 from agent.vendors.nvidia.driver import FABRIC_UNIT, PERSISTENCE_UNIT, observe_driver, observe_module
 from agent.vendors.nvidia.host import observe_nvidia
 from agent.vendors.nvidia.places import HOST_CACHE
@@ -100,6 +100,18 @@ def test_for_a_masked_daemon_the_message_says_how_to_unmask_it() -> None:
     ):
         assert (condition.status, condition.reason) == (Status.FALSE, reason)
         assert condition.message.endswith(f"run `systemctl unmask it`; then run `systemctl enable --now {unit}`")
+
+
+def test_a_daemon_that_is_not_installed_is_installed_first() -> None:
+    """NVIDIA's installer brings no unit, and Debian has it in a package of its own."""
+    driver = Driver(Absent(""), NO_FILES, persistence=Absent("nvidia-persistenced.service is not installed"))
+    *_, found = nvidia_conditions(VendorFacts("nvidia", driver=driver), Grant("nvidia"))
+    assert (found.status, found.reason) == (Status.FALSE, "DaemonNotRunning")
+    assert found.message.startswith("nvidia-persistenced.service is not installed: ")
+    assert "install nvidia-persistenced (Ubuntu: nvidia-compute-utils-BRANCH), then run `systemctl" in found.message
+    lines = remedies(found.type, found.reason, VendorFacts("nvidia", driver=driver), frozenset())
+    assert lines[0].startswith("apt install nvidia-persistenced")
+    assert not [line for line in lines if "unmask" in line]
 
 
 @pytest.mark.parametrize("unit", [Absent("not installed"), Broken("masked")])
