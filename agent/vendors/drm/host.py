@@ -190,10 +190,9 @@ def _driver_loaded(vendor: Description, facts: VendorFacts, grant: Grant) -> Con
 
 
 def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
-    return (
-        f"run `modprobe {vendor.drivers[0]}`; if that changes nothing, see `dmesg` for {', '.join(gpus)}, such as for "
-        "missing firmware"
-    )
+    # All of them: which one drives a GPU depends on its generation, and the others leave it alone.
+    load = f"run `modprobe -a {' '.join(vendor.drivers)}`"
+    return f"{load}; if that changes nothing, see `dmesg` for {', '.join(gpus)}, such as for missing firmware"
 
 
 def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> Condition:

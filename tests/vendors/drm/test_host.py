@@ -303,7 +303,7 @@ def test_a_gpu_without_a_driver_is_reported_with_advice(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "")
     cards.file("/sys/module/i915/refcnt", "0\n")
     loaded = conditions(cards.look(), "intel")[ConditionType.DRIVER_LOADED]
-    assert (loaded.reason, "`modprobe i915`" in loaded.message) == ("ModuleNotLoaded", True)
+    assert (loaded.reason, "`modprobe -a i915 xe`" in loaded.message) == ("ModuleNotLoaded", True)
     cards.card(FLEX, INTEL, "xe", number=0)
     found = conditions(cards.look(), "intel")
     assert found[ConditionType.DRIVER_LOADED].reason == "Loaded"
