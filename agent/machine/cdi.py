@@ -333,7 +333,7 @@ def _attempt(
 def _condition(spec: _Spec, verdict: Verdict, generator: str) -> Condition:
     if verdict.missing:
         names = [*(f"GPU {gpu}" for gpu in verdict.missing_gpus), *verdict.missing_partitions]
-        log = ", and the driver's lines (NVRM, Xid) in `dmesg` on the host" if verdict.missing_gpus else ""
+        log = ", and the driver's lines in `dmesg` on the host" if verdict.missing_gpus else ""
         message = f"{generator} does not list {first_of(names)}: see DevicesAllowed{log}; the others are served"
         gpus = dict.fromkeys((*verdict.missing_gpus, *verdict.missing_partitions.values()))
         reason = Reason.GPU_MISSING if verdict.missing_gpus else Reason.PARTITION_MISSING

@@ -220,6 +220,16 @@ def test_amd_shares_one_node_among_its_gpus(machine: Machine) -> None:
     }  # fmt: skip
 
 
+def test_a_gpu_without_a_render_node_is_no_fault_of_nvidias_driver(machine: Machine) -> None:
+    two = AMD._replace(gpus=(SECOND, THIRD), devices=(*card(1, SECOND), KFD))
+    add_nodes(machine, two)
+    machine.hand(two, EMPTY)
+    assert machine.verdict("CDISpecCurrent") == ("False", "GPUMissing")
+    assert f"does not list GPU {THIRD}: see DevicesAllowed, and the driver's lines in `dmesg` on the host" in (
+        machine.message("CDISpecCurrent")
+    )
+
+
 def test_a_mixed_machine(machine: Machine) -> None:
     add_nodes(machine, AMD)
     machine.hand(AMD, INTEL, REQUEST)
