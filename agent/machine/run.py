@@ -167,22 +167,16 @@ def _read_handoff(system: System, published: FileIdentity) -> Handoff:
     except DocumentError as error:
         publication = Publication(published.inode, published.mtime_ns)
         # The caller logs the error in any case.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(AgentError, OSError):
             boot_id = system.read(BOOT_ID, 64).decode().strip()
             refusal = Report("", (), (), boot_id, __version__, {}, publication=publication, refused=str(error))
-            system.write(REPORT, render_report(refusal))
+            _write_report(system, refusal)
         raise
 
 
 def report(context: Context, outcome: Outcome, publication: Publication) -> None:
     """Write the report. Every run writes it, even without a change, because it is also the machine's heartbeat."""
-    system = context.system
-    if not system.is_directory(MACHINE_REPORT_DIRECTORY):
-        raise AgentError(
-            f"{MACHINE_REPORT_DIRECTORY} is missing, so nothing can be reported",
-            "the host binds it: run `unbounded-agent apply` there, then restart the machine",
-        )
-    changed: tuple[str, ...] = ()
+    system, changed = context.system, tuple[str, ...]()
     # An error must not keep the report from being written. The next run compares again.
     with contextlib.suppress(OSError):
         changed = kubelet.changed_files(context)
@@ -198,6 +192,16 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
         publication,
         outcome.fabric,
     )
+    _write_report(system, document)
+
+
+def _write_report(system: System, document: Report) -> None:
+    # If it were made here, the host would not see what is in it, and later runs would find nothing wrong.
+    if not system.is_directory(MACHINE_REPORT_DIRECTORY):
+        raise AgentError(
+            f"{MACHINE_REPORT_DIRECTORY} is missing, so nothing can be reported",
+            "the host binds it: run `unbounded-agent apply` there, then restart the machine",
+        )
     system.write(REPORT, render_report(document))
 
 

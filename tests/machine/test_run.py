@@ -302,6 +302,10 @@ def test_a_report_that_cannot_be_written_delays_no_restart(
 
 def test_a_missing_report_directory_is_reported(machine: Machine) -> None:
     (machine.tree / "run/unbounded-agent/report").rmdir()
+    machine.put(HANDOFF, b'{"version": 99}')
+    with pytest.raises(DocumentError):
+        run(machine)
+    machine.hand(REQUEST)
     with pytest.raises(Exception, match="is missing, so nothing can be reported"):
         run(machine)
 
