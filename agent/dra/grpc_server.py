@@ -343,11 +343,17 @@ class ListeningSocket:
                 os.close(self._directory)
                 raise
         except OSError as error:
-            raise AgentError(
-                f"{self.path}: cannot listen: {error.strerror}",
+            advice = (
                 f"check that {base} is a directory that root can write to, and that nothing in it is a mount point or "
-                "immutable (`findmnt`, `lsattr`)",
-            ) from error
+                "immutable (`findmnt`, `lsattr`)"
+            )
+            if error.errno == errno.EROFS:
+                # The unit's sandbox: it names the directories of a kubelet without --root-dir.
+                allow = f"ReadWritePaths=-{os.path.dirname(base)}"
+                advice = (
+                    f"put {allow} into a drop-in of unbounded-agent-dra.service, unless the file system is read-only"
+                )
+            raise AgentError(f"{self.path}: cannot listen: {error.strerror}", advice) from error
 
     def _listen(self) -> None:
         # The path leads through the directory's descriptor, because sun_path has room for only 107 bytes.

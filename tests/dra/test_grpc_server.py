@@ -1,5 +1,6 @@
 """The gRPC server with a client of another make: grpcio, which is not what it is written with."""
 
+import errno
 import os
 import stat
 import tempfile
@@ -230,6 +231,19 @@ def test_sockets_are_for_root_only(tmp_path: Path) -> None:
     path.parent.touch()
     with pytest.raises(AgentError, match=r"cannot listen: .*check that .* is a directory"):
         Serving(str(path), {})
+
+
+def test_the_units_sandbox_forbids_another_root_directory_of_the_kubelet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice about directories, mounts and attributes did not help."""
+
+    def mkdir(path: str, mode: int = 0o777, dir_fd: int | None = None) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(AgentError, match=rf"Read-only file system .*ReadWritePaths=-{tmp_path}/kubelet into a drop-in"):
+        Serving(f"{tmp_path}/kubelet/plugins/test.sock", {})
 
 
 def test_a_server_without_a_thread_is_an_error_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
