@@ -73,9 +73,10 @@ def _run(command: Command, options: Namespace) -> int:
 
 def run() -> int:
     """Run the command that this process was started with. Return its exit code, even if nothing can be printed."""
-    if sys.stdout is None:
-        # The user closed standard output (`>&-`).
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:
+            # The user closed it (`>&-`).
+            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     # Without this variable, pydantic reads the metadata of every installed package to find plugins, and imports the
     # plugins. That is slow, and root must not load code in that way.
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"

@@ -50,6 +50,14 @@ def test_output_that_cannot_be_written_needs_no_traceback(command: str, output: 
     assert (ended.returncode, ended.stderr) == (code, said)
 
 
+@pytest.mark.processes
+def test_errors_do_not_get_into_the_output(tmp_path: Path) -> None:
+    """Without a standard error, as in some cron jobs, they did: print() then writes to standard output."""
+    program = f"exec {sys.executable} -m agent.cli.main status --json --config {tmp_path}/missing 2>&-"
+    ended = subprocess.run(("sh", "-c", program), stdout=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
