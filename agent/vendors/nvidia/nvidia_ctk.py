@@ -117,7 +117,7 @@ def generate(system: System, request: Request, directory: str, live: Mapping[str
             version < RECOMMENDED
         ),
         f"nvidia-ctk {dotted(version)} lacks these hooks: {', '.join(not_made)}; upgrade the toolkit": not_made,
-        f"MIG devices that are not complete yet are left out: {', '.join(incomplete)}": incomplete,
+        f"MIG devices that are not complete yet are left out: {first_of(incomplete)}": incomplete,
         _without_instance(unpartitioned): unpartitioned,
         _remark_on(sieve): sieve.harmless,
     }
@@ -180,7 +180,7 @@ def _sifted(
 
 
 def _remark_on(sieve: Sieve) -> str:
-    return f"{NVIDIA_CTK} adds what this agent knows to be harmless: {', '.join(sieve.harmless)}"
+    return f"{NVIDIA_CTK} adds what this agent knows to be harmless: {first_of(tuple(sieve.harmless))}"
 
 
 def _in_mig_mode(answers: Mapping[str, tuple[str, bool]], gpus: Iterable[str]) -> tuple[str, ...]:

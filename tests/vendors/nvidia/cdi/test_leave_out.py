@@ -204,8 +204,10 @@ def test_what_is_dangerous_is_refused(name: str) -> None:
 
 
 def test_many_faults_cut_off_nothing_that_follows(tmp_path: Path) -> None:
-    """Neither many nodes that nvidia-ctk leaves out, nor many problems, nor many missing MIG instances."""
-    machine = settle(tmp_path / "machine", edited(UNKNOWN["edits"][0]))
+    """Neither many nodes that nvidia-ctk leaves out, nor much that it adds, nor many problems."""
+    harmless = (added("env", f"NVIDIA_CTK_NEW_{index}={'x' * 40}") for index in range(99))
+    machine = settle(tmp_path / "machine", edited(UNKNOWN["edits"][0], *harmless))
+    machine.put("/etc/cdi/other.yaml", "{")
     channels = [f"/dev/nvidia-caps-imex-channels/channel{index}" for index in range(64)]
     for index, path in enumerate(channels):
         machine.node(path, 241, index)
@@ -213,6 +215,7 @@ def test_many_faults_cut_off_nothing_that_follows(tmp_path: Path) -> None:
     machine.hand(REQUEST._replace(devices=(*REQUEST.devices, *granted)))
     assert machine.verdict("CDISpecCurrent") == ("True", "EditsLeftOut")
     assert f"NotInSpec (the generator leaves them out): {channels[0]}, " in machine.message("CDISpecCurrent")
+    assert "/etc/cdi/other.yaml cannot be read" in machine.message("CDISpecCurrent")
     dangerous = edited(UNKNOWN["edits"][0], *(added("env", f"LD_PRELOAD={'x' * 40}{index}") for index in range(99)))
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, dangerous, "1.21.0"))
     machine.put("/usr/bin/nvidia-ctk", "another build")
