@@ -26,6 +26,7 @@ def test_a_misspelt_machine_is_bad_input(gpu_host: Host, capsys: Capture) -> Non
         f"machine's image into that directory\n"
     )
     assert command(reconciler_of(gpu_host, **{MISSPELT: {}}), "plan --json") == 2
+    assert capsys.readouterr().out.startswith("{"), "the role for Ansible accepts it"
     assert command(reconciler_of(gpu_host, **{MISSPELT: {}, MACHINE: {}}), "plan") == 2
     assert f"would write /etc/systemd/nspawn/{MACHINE}.nspawn" in capsys.readouterr().out
 

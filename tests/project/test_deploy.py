@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,22 @@ def test_the_role_fetches_lists_of_packages_if_it_must(
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env={"PATH": path}, check=False)
     assert done.returncode == status
     assert (tmp_path / "calls").read_text().split() == calls
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("shown", "code", "accepted"), [("{}", 0, True), ("{}", 2, True), ("", 1, True), ("", 2, False)]
+)
+def test_the_role_refuses_only_an_invalid_configuration(tmp_path: Path, shown: str, code: int, accepted: bool) -> None:
+    """`plan` has the same exit code if the machine does not exist yet, but then it prints the plan."""
+    tasks = [task for each in yaml.safe_load(ROLE.read_text()) for task in each.get("block", [each])]
+    copies = [task.get("ansible.builtin.copy", {}) for task in tasks]
+    (command,) = [each["validate"] for each in copies if "validate" in each]
+    (tmp_path / "unbounded-agent").write_text(f"#!/bin/sh\necho -n '{shown}'\nexit {code}\n")
+    (tmp_path / "unbounded-agent").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(shlex.split(command % "new.toml"), env={"PATH": path}, check=False)
+    assert (done.returncode == 0) is accepted
 
 
 def test_the_role_removes_no_package() -> None:
