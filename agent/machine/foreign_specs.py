@@ -12,6 +12,7 @@ The agent reads the names itself: `nvidia-ctk cdi list` takes gigabytes for a fi
 """
 
 import errno
+import json
 import posixpath
 import stat
 import time
@@ -41,7 +42,7 @@ SIZE_LIMIT = 256 * 1024
 """Bytes of the largest file that is read. A specification of 16 GPUs with 7 MIG instances each has half of that. What a
 parser makes of a file takes thousands of times its size at worst."""
 SIZE_OF_ALL = 4 << 20
-"""Bytes of all files that one run reads, and of the names of their devices."""
+"""Bytes of all files that one run reads, and of what is noted about them."""
 TIME_LIMIT = 10.0
 """Seconds in which one run checks new files. The next run checks the others."""
 DEVICES = 1024
@@ -277,10 +278,10 @@ class _Reader:
                 listed, fault = [], f"is NotChecked: {error.strerror}"
             noted = {"digest": digest, "devices": listed, "fault": fault}
         self.notes[path] = noted
+        self._bytes -= len(json.dumps(noted))
         if noted["fault"]:
             return ForeignSpec(path, fault=noted["fault"], checked=False)
         devices = tuple(noted["devices"])
-        self._bytes -= sum(map(len, devices))
         # A specification without devices is invalid.
         return ForeignSpec(path, devices, "" if devices else "is not a valid CDI specification, so runtimes skip it")
 

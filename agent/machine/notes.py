@@ -6,7 +6,9 @@ agent writes into /etc outlive a boot.
 """
 
 import contextlib
+import errno
 import json
+import os
 import stat
 import threading
 import time
@@ -33,6 +35,8 @@ from agent.system.journal import WARNING, Ages, Observation, say
 
 VERSION = 1
 """Version of all notes, and of the ownership record."""
+NOTE_LIMIT = 16 << 20
+"""Bytes of the largest note. That on other programs' specifications may have some MiB."""
 NODE_CONDITION = "node-condition"
 """Name of the only note that another service writes (unbounded-agent-node-condition.service)."""
 TEMPORARY_OF_OTHERS = (f".{NODE_CONDITION}.", f".{DRA_STATUS_NAME}")
@@ -55,7 +59,7 @@ class Notes:
     def load(self, name: str) -> dict[str, Any]:
         path = f"{MACHINE_STATE}/{name}.json"
         try:
-            content = self._system.read(path)
+            content = self._system.read(path, NOTE_LIMIT)
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -72,7 +76,10 @@ class Notes:
     def save(self, name: str, value: dict[str, Any]) -> None:
         if self.load(name) != value:
             document = {"version": VERSION, "digest": json_digest(value), "note": value}
-            self._system.write(f"{MACHINE_STATE}/{name}.json", json.dumps(document).encode(), 0o600)
+            path, content = f"{MACHINE_STATE}/{name}.json", json.dumps(document).encode()
+            if len(content) > NOTE_LIMIT:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+            self._system.write(path, content, 0o600)
 
     def may_have(self, name: str) -> bool:
         """Return whether a note has content; True if it cannot be read, so that a later step reports the error."""

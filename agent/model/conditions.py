@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from agent.model.text import printable, rfc3339
+from agent.model.text import MESSAGE_LIMIT, printable, rfc3339
 
 # The reasons of conditions; docs/conditions.md says what each means and what to do.
 
@@ -287,21 +287,21 @@ class Condition(NamedTuple):
 
 
 def true(kind: ConditionType, reason: Reason, message: str) -> Condition:
-    return Condition(kind, Status.TRUE, reason, printable(message))
+    return Condition(kind, Status.TRUE, reason, printable(message)[:MESSAGE_LIMIT])
 
 
 def false(kind: ConditionType, reason: Reason, message: str, gpus: Iterable[str] = ()) -> Condition:
     """Return a condition that is False. `gpus` is as in Condition."""
-    return Condition(kind, Status.FALSE, reason, printable(message), gpus=tuple(gpus))
+    return Condition(kind, Status.FALSE, reason, printable(message)[:MESSAGE_LIMIT], gpus=tuple(gpus))
 
 
 def unknown(kind: ConditionType, reason: Reason, message: str) -> Condition:
-    return Condition(kind, Status.UNKNOWN, reason, printable(message))
+    return Condition(kind, Status.UNKNOWN, reason, printable(message)[:MESSAGE_LIMIT])
 
 
 def not_applicable(kind: ConditionType, message: str) -> Condition:
     """Return a condition that is True, because it does not apply and so must not block Ready."""
-    return Condition(kind, Status.TRUE, Reason.NOT_APPLICABLE, printable(message))
+    return Condition(kind, Status.TRUE, Reason.NOT_APPLICABLE, printable(message)[:MESSAGE_LIMIT])
 
 
 def summarize(conditions: Iterable[Condition]) -> Condition:

@@ -47,6 +47,16 @@ def test_a_damaged_note_is_removed_and_reported(
     assert f"removed {path}, which was damaged" in capsys.readouterr().err
 
 
+def test_what_is_saved_can_be_loaded(machine: Machine) -> None:
+    """A note of more than 1 MiB was saved, and removed as damaged by each later run."""
+    notes, large = Notes(machine), {"text": "x" * (2 << 20)}
+    notes.save("spec-nvidia", large)
+    assert notes.load("spec-nvidia") == large
+    with pytest.raises(OSError, match="too large"):
+        notes.save("spec-nvidia", {"text": "x" * (16 << 20)})
+    assert notes.load("spec-nvidia") == large
+
+
 def test_only_root_reads_notes_and_everybody_the_report(machine: Machine) -> None:
     """Whatever the umask. The host half, which has few rights, reads the report."""
     for place in machine.tree.glob("run/unbounded-agent/state/*.json"):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, true, with_transitions, worst
+from agent.model.text import MESSAGE_LIMIT
 
 STOPPED = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "it was\nstopped in \udce9")
 
@@ -15,6 +16,12 @@ def test_the_format_of_kubernetes() -> None:
         '{"type": "MachineRunning", "status": "False", "reason": "Stopped", "message": "it was stopped in \\\\udce9", '
         '"lastTransitionTime": "2023-11-14T22:13:20Z"}'
     )
+
+
+def test_a_message_has_a_limit_wherever_it_goes() -> None:
+    """Only the report cut it: notes and the journal got messages of 11 MB, about a specification that a pod wrote."""
+    for make in (true, false):
+        assert len(make(ConditionType.CDI_SPEC_CURRENT, Reason.SPEC_REFUSED, "hook " * 1000).message) == MESSAGE_LIMIT
 
 
 def test_counts_of_several_vendors_are_added() -> None:

@@ -17,6 +17,7 @@ from agent.machine.containerd_tables import CRI_2, MAIN
 from agent.machine.foreign_specs import NOTE, SIZE_LIMIT
 from agent.machine.notes import Notes
 from agent.machine.run import run
+from agent.model.paths import MACHINE_STATE
 from tests.fakes.machine import Machine, failing, recorded_spec
 
 SPEC = "/etc/cdi/nvidia.yaml"
@@ -307,8 +308,21 @@ def test_attack_what_is_read_is_limited_in_all(machine: Machine, monkeypatch: py
         machine.put(f"/etc/cdi/{number:02}.json", json.dumps({"n": number}).ljust(256 * 1024))
     status, reason, message = condition(machine)
     assert (status, reason) == ("True", "Verified")
-    assert "and 20 more" in message, "16 are invalid, and 8 were not read"
-    assert known(machine) == 16
+    assert "and 20 more" in message, "15 are invalid, and 9 were not read"
+    assert known(machine) == 15
+
+
+def test_attack_what_is_noted_is_limited_in_all(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are noted in JSON, in which one character may take 12 bytes. All of it is known to the next run."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    devices = [{"name": "\U0001f600" * 200 + str(number)} for number in range(300)]
+    for number in range(20):
+        machine.put(f"/etc/cdi/{number:02}.json", json.dumps({"kind": "a/b", "devices": devices}, ensure_ascii=False))
+    condition(machine)
+    assert known(machine) == 5
+    path = f"{MACHINE_STATE}/{NOTE}.json"
+    assert len(machine.read(path, 1 << 30)) < 4 << 20
 
 
 BOMBS = {
