@@ -23,7 +23,8 @@ for kind in trees driver-roots machines nodes staging; do
 done
 ls -A run/unbounded-agent/machines
 ls -A var/lib/machines | grep -v '^[.]#'
-systemctl list-unit-files --state=enabled --plain --no-legend | sort
+enabled=$(systemctl list-unit-files --state=enabled --plain --no-legend) || exit 1
+echo "$enabled" | sort
 findmnt --noheadings --raw --output TARGET,SOURCE | grep -v -e ^/run/credentials -e ^/run/systemd/nspawn | sort
 ip -oneline link show | cut -d ' ' -f 2 | sort
 ip -oneline address show scope global | tr -s ' ' | cut -d ' ' -f 2-4 | sort
@@ -62,7 +63,7 @@ def found(empty_host: EmptyHost) -> set[str]:
 
 
 def described(host: EmptyHost) -> set[str]:
-    return set(host.guest.run(["sh", "-c", HOST], timeout=240, check=False).stdout.splitlines())
+    return set(host.guest.run(["sh", "-c", HOST], timeout=240).stdout.splitlines())
 
 
 def changed(host: EmptyHost, before: set[str]) -> tuple[list[str], list[str]]:
