@@ -7,6 +7,7 @@ import errno
 import fnmatch
 import posixpath
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
@@ -35,6 +36,11 @@ GRANTED = "granted-"
 """Prefix of the names of notes, one per vendor, with the numbers of the machine's nodes by path."""
 WITHDRAWN = "withdrawn"
 """Name of the note about nodes that were withdrawn since the machine's boot and may still be open: numbers by path."""
+UNKNOWN = "unknown-nodes"
+"""Name of the note about nodes that the handoff does not name: when a run first saw them, by CLOCK_MONOTONIC."""
+BINDING = 120.0
+"""Seconds that a new GPU's nodes may be unknown. The host binds them before it publishes the handoff, and may stage a
+driver root in between."""
 NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
 """Errors after which the node is not opened again each minute: the driver has failed, and another try may do harm."""
 OPEN_ERRORS = {
@@ -266,8 +272,8 @@ def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
     """Find mounted nodes that the handoff does not name, and note them like granted ones, so that they are withdrawn.
 
     Such nodes exist if the host half or nspawn bound the nodes of a device, and the host half withdrew the device
-    before a run could note them. Returns a condition if the search fails, or if nodes cannot be noted; otherwise an
-    empty tuple.
+    before a run could note them. The handoff lists these; for others, if the host has lost its record, this waits for
+    BINDING. Returns a condition if the search fails, or if nodes cannot be noted; otherwise an empty tuple.
     """
     system, requests = context.system, context.handoff.requests
     known = {device.path for request in requests for device in request.devices}
@@ -276,16 +282,20 @@ def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
     # knows which of these it has bound and withdrawn, so the handoff lists the withdrawn ones.
     named = [each.vendor for each in requests if each.vendor in GPU_NODES]
     try:
+        seen, unknown, now = context.notes.load(UNKNOWN), dict[str, float](), time.monotonic()
         for vendor in dict.fromkeys((*named, *GPU_NODES, OTHER_DEVICES)):
             paths = context.handoff.withdrawn if vendor == OTHER_DEVICES else _nodes(system, vendor)
             bound = {path for path in paths if system.is_mount(path) and not system.is_directory(path)} - known
-            if bound:
+            unknown |= {path: seen.get(path, now) for path in bound.difference(context.handoff.withdrawn)}
+            due = {path for path in bound if path not in unknown or now - unknown[path] >= BINDING}
+            if due:
                 name = f"{GRANTED}{vendor}"
                 noted = context.notes.load(name)
-                numbers = {path: system.device(path) for path in sorted(bound - noted.keys())}
-                unknown = {path: [each.major, each.minor] if each else None for path, each in numbers.items()}
-                context.notes.save(name, {**unknown, **noted})
-                known |= bound
+                numbers = {path: system.device(path) for path in sorted(due - noted.keys())}
+                added = {path: [each.major, each.minor] if each else None for path, each in numbers.items()}
+                context.notes.save(name, {**added, **noted})
+            known |= bound
+        context.notes.save(UNKNOWN, unknown)
     except OSError as error:
         return (false(KIND, Reason.NOT_WITHDRAWN, f"cannot tell what is mounted in /dev: {error}"),)
     return ()

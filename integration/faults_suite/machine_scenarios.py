@@ -56,11 +56,12 @@ def _add_gpu(world: MachineWorld) -> None:
 
 
 def _remove_gpu(world: MachineWorld) -> None:
-    world.machine.hand(one_gpu())
+    world.machine.hand(one_gpu(), withdrawn=(NEW_NODE,))
 
 
 def _remove_gpus(world: MachineWorld) -> None:
-    world.machine.hand(REQUEST._replace(gpus=(), devices=(), driver_version="", driver_root="", files=()))
+    empty = REQUEST._replace(gpus=(), devices=(), driver_version="", driver_root="", files=())
+    world.machine.hand(empty, withdrawn=tuple(device.path for device in REQUEST.devices))
 
 
 def _switch_driver(world: MachineWorld) -> None:

@@ -83,7 +83,7 @@ def withdrawn_early(machine: Machine) -> None:
         return nvidia_ctk(machine, argv, spec)
 
     machine.program("nvidia-ctk", listed)
-    machine.hand(LESS)
+    machine.hand(LESS, withdrawn=("/dev/nvidia1",))
 
 
 def nodes(device: dict[str, Any]) -> list[dict[str, Any]]:
@@ -113,6 +113,25 @@ def test_a_withdrawal_that_cannot_be_noted_costs_no_spec(machine: Machine, note:
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
 
 
+def test_a_node_that_the_host_binds_before_its_handoff_stays(machine: Machine, later: Callable[[float], None]) -> None:
+    """In between, the host may stage a driver root for a minute. Runs withdrew the new GPU's nodes."""
+    machine.remove_tree(MACHINE_STATE)
+    machine.hand(LESS)
+    for _ in range(2):
+        run(machine)
+        later(60)
+    assert "/dev/nvidia1" in machine.mounts
+    machine.hand(REQUEST)
+    assert machine.verdict("DevicesAllowed") == ("True", "Opened")
+    assert not [call for call in machine.calls if call[0] == "umount"]
+    machine.remove_tree(MACHINE_STATE)
+    machine.hand(LESS)
+    for _ in range(4):
+        run(machine)
+        later(60)
+    assert "/dev/nvidia1" not in machine.mounts, "the host has lost its record of it"
+
+
 @pytest.mark.parametrize("vendor", ["nvidia", "intel", "nobody"])
 def test_a_vendor_that_was_withdrawn_before_the_first_run_is_removed(machine: Machine, vendor: str) -> None:
     """The handoff does not name the vendor, or names an unknown one."""
@@ -121,7 +140,8 @@ def test_a_vendor_that_was_withdrawn_before_the_first_run_is_removed(machine: Ma
     machine.mounts += ["/dev/dri/renderD129"]
     machine.node("/dev/kvm", 10, 232)
     machine.mounts += ["/dev/kvm"]
-    machine.hand(*([] if vendor == "nobody" else [Request(vendor, (), ())]))
+    withdrawn = tuple(path for path in machine.mounts if path != "/dev/kvm")
+    machine.hand(*([] if vendor == "nobody" else [Request(vendor, (), ())]), withdrawn=withdrawn)
     run(machine)
     assert not [path for path in machine.mounts if path != "/dev/kvm"]
     assert machine.exists("/dev/kvm"), "somebody may have bound it by hand: no setting of ours is for nodes of GPUs"
