@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from integration.bed.architecture import CHOSEN
+
 UNUSED = 2 * 3600.0
 """A build removes results that nobody has used for so many seconds. A result that was used more recently may still be
 in use by a run of another checkout."""
@@ -69,6 +71,8 @@ def cached(name: str, inputs: Iterable[Path | str], build: Callable[[Path], None
 
     A build also removes results of the same name that have not been used for UNUSED seconds: they take gigabytes.
     """
+    if CHOSEN.is_foreign:
+        name = f"{name}-{CHOSEN.debian}"
     root = cache_root()
     result = root / f"{name}-{digest(inputs)}"
     with locked(name):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from integration.bed import debian, ubuntu
+from integration.bed.architecture import CHOSEN
 from integration.bed.cache import REPOSITORY, cache_root, cached
 from integration.bed.process import Argument, run
 
@@ -28,7 +29,7 @@ ENTER = 'mount -t proc proc "$0/proc" && exec chroot "$0" env --ignore-environme
 ENVIRONMENT = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C.UTF-8", "DEBIAN_FRONTEND=noninteractive", "HOME=/root")
 
 
-def packages(version: str, architecture: str = "amd64") -> dict[str, Path]:
+def packages(version: str, architecture: str = CHOSEN.debian) -> dict[str, Path]:
     """Return the packages of this checkout by their names. The test chooses their `version`."""
 
     def build(target: Path) -> None:

@@ -6,10 +6,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from integration.bed.architecture import CHOSEN
+
 Argument = str | Path
 
 
-LIMIT = 1800.0
+LIMIT = 7200.0 if CHOSEN.is_foreign else 1800.0
 """Seconds. No build takes this long, and a command that hangs must not block a test run."""
 
 

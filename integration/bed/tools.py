@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from integration.bed.architecture import CHOSEN
 from integration.bed.cache import REPOSITORY, cached, step
 from integration.bed.process import Argument, BedError, run
 
@@ -24,6 +25,7 @@ DEVICE_PLUGIN = "github.com/NVIDIA/k8s-device-plugin"
 # have these flags. Both use cgo, so their binaries need a C library at least as new as that of the
 # computer that builds them.
 NVML_LINK = "-extldflags=-Wl,--export-dynamic -Wl,--unresolved-symbols=ignore-in-object-files -Wl,-z,lazy"
+CROSS = {"GOARCH": CHOSEN.debian, "CC": CHOSEN.compiler}
 
 
 class Tool(NamedTuple):
@@ -111,7 +113,7 @@ def compile_go(module: Path, package: str, program: Path, link_flags: str, *, cg
         run(
             [go(), "build", "-o", program, "-ldflags", link_flags, package],
             cwd=module,
-            env=go_environment() | {"CGO_ENABLED": "1" if cgo else "0"},
+            env=go_environment() | CROSS | {"CGO_ENABLED": "1" if cgo else "0"},
         )
 
 

@@ -5,12 +5,13 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from integration.bed.architecture import CHOSEN
 from integration.bed.debian import UNWANTED_FILES, mmdebstrap
 from integration.bed.process import BedError, run
 
 UBUNTU = "noble"
 """Ubuntu 24.04."""
-UBUNTU_ARCHIVE = "http://archive.ubuntu.com/ubuntu"
+UBUNTU_ARCHIVE = "http://ports.ubuntu.com/ubuntu-ports" if CHOSEN.is_foreign else "http://archive.ubuntu.com/ubuntu"
 UBUNTU_KEYRING = "pool/main/u/ubuntu-keyring/ubuntu-keyring_2023.11.28.1_all.deb"
 UBUNTU_KEYRING_SHA256 = "36de43b15853ccae0028e9a767613770c704833f82586f28eb262f0311adb8a8"
 """The checksum of UBUNTU_KEYRING, the package with the keys of Ubuntu's archive. Debian 12 does not have it."""

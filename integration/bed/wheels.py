@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from integration.bed.architecture import CHOSEN
 from integration.bed.cache import BUILD, REPOSITORY, cached
 from integration.bed.process import CommandError
 
 PYTHON = "3.13"
 """Debian 13's version."""
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
+MANYLINUX = ("manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux1")
+PLATFORMS = [f"{each}_{CHOSEN.processor}" for each in MANYLINUX]
 
 
 def pip(*arguments: str, modules: Path | None = None) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from integration.bed import debian, ubuntu
+from integration.bed.architecture import CHOSEN
 from integration.bed.cache import cached
 from integration.bed.process import run
 from integration.bed.tools import chosen, versioned
@@ -29,6 +30,12 @@ DRIVER_PACKAGES = (
     " libnvidia-ptxjitcompiler1 libnvidia-rtcore libnvoptix1 nvidia-egl-icd nvidia-modprobe nvidia-opencl-icd"
     " nvidia-persistenced nvidia-smi nvidia-vdpau-driver nvidia-vulkan-icd"
 )
+NOT_ON_ARM64 = (
+    # Debian has these for amd64 alone.
+    *("libnvidia-ngx1", "libnvidia-pkcs11-openssl3"),
+    # The tests there do without these, which take minutes to unpack under emulation.
+    *("prometheus", "python3-venv", "skopeo", "umoci"),
+)
 COMPONENTS = "main contrib non-free non-free-firmware"
 # What Ubuntu's server has besides: AppArmor's profiles and the resolver.
 UBUNTU_SYSTEM_PACKAGES = f"{SYSTEM_PACKAGES} apparmor systemd-resolved nvidia-modprobe"
@@ -39,7 +46,7 @@ UBUNTU_DRIVER_PACKAGES = (
 """Without the driver's branch, with which their names end."""
 UBUNTU_COMPONENTS = "main universe restricted multiverse"
 
-LIBRARIES = Path("usr/lib/x86_64-linux-gnu")
+LIBRARIES = Path(CHOSEN.libraries)
 SPLIT_LIBRARIES = LIBRARIES / "nvidia/current"
 """Debian keeps most of the driver's real files here."""
 ALTERNATIVES = ("/etc/alternatives/nvidia", "/etc/alternatives/glx")
@@ -52,7 +59,10 @@ def host_root(layout: Layout = "split", suite: str = debian.SUITE) -> Path:
     """
     if suite == ubuntu.UBUNTU:
         return _ubuntu_root()
-    named, suffix = versioned(suite, f"{SYSTEM_PACKAGES} {DRIVER_PACKAGES}".split())
+    wanted = f"{SYSTEM_PACKAGES} {DRIVER_PACKAGES}".split()
+    if CHOSEN.is_foreign:
+        wanted = [name for name in wanted if name not in NOT_ON_ARM64]
+    named, suffix = versioned(suite, wanted)
     packages = " ".join(named)
 
     def build(target: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from integration.bed import debian
+from integration.bed.architecture import CHOSEN
 from integration.bed.cache import cached
 from integration.bed.machine.buildah import buildah, import_root
 from integration.bed.process import run
@@ -13,7 +14,7 @@ from integration.bed.tools import device_plugin
 SOURCES = Path(__file__).parent / "pods"
 # The real nvidia-smi and the driver's libraries need a C library, its loader and a loader cache; scripts need a shell.
 CUDA_PACKAGES = ["base-files", "libc6", "libc-bin", "busybox-static"]
-UNNEEDED = ("dev", "var", "etc/apt", "usr/share", "usr/lib/x86_64-linux-gnu/gconv")
+UNNEEDED = ("dev", "var", "etc/apt", "usr/share", f"{CHOSEN.libraries}/gconv")
 
 PAUSE = "registry.invalid/pause:local"
 CUDA_TEST = "registry.invalid/cuda-test:local"
@@ -47,7 +48,8 @@ def write_image(output: Path, name: str, image: str, entry_point: str, fill: Cal
     """Write the archive NAME.tar to `output`, with the root file system that `fill` makes."""
     root = output / name
     fill(root)
-    import_root(image, root, "--entrypoint", entry_point, "--cmd", "", "--env", "PATH=/usr/bin:/usr/sbin")
+    settings = ("--arch", CHOSEN.debian, "--entrypoint", entry_point, "--cmd", "", "--env", "PATH=/usr/bin:/usr/sbin")
+    import_root(image, root, *settings)
     shutil.rmtree(root)
     buildah("push", "--quiet", image, f"docker-archive:{output / name}.tar:{image}")
 
@@ -86,12 +88,12 @@ def finish_root(root: Path, unneeded: Iterable[str]) -> None:
         if not link.exists() and not (root / "usr" / "sbin" / applet).exists():
             link.symlink_to("busybox")
     # CDI's update-ldcache hook updates the loader cache only in a container that has one.
-    run(["ldconfig", "-r", root])
+    run(["chroot", root, "ldconfig"])
 
 
 def compile_program(name: str, program: Path, *options: str) -> None:
     """Compile one of the C programs in SOURCES."""
-    run(["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-s", *options, "-o", program, SOURCES / f"{name}.c"])
+    run([CHOSEN.compiler, "-O2", "-Wall", "-Wextra", "-Werror", "-s", *options, "-o", program, SOURCES / f"{name}.c"])
 
 
 if __name__ == "__main__":

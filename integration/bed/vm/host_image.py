@@ -5,6 +5,7 @@ import uuid
 from pathlib import Path
 
 from integration.bed import debian, ubuntu
+from integration.bed.architecture import CHOSEN
 from integration.bed.cache import REPOSITORY, cached, step
 from integration.bed.drivers.host_roots import Layout, driver_version, host_root
 from integration.bed.drivers.nvml import library_name, nvml
@@ -18,8 +19,8 @@ AGENT_ENVIRONMENT = Path("/opt/unbounded-agent/1")
 network, so systemd/install copies the dependencies from this environment there."""
 
 ENABLED_UNITS = ("emulated-network.service", "simulated-driver.service")
-# A test starts Prometheus itself. nvidia-persistenced would need a real driver.
-DISABLED_UNITS = ("nvidia-persistenced.service", "prometheus.service")
+# A test starts Prometheus itself, not on arm64. nvidia-persistenced would need a real driver.
+DISABLED_UNITS = ("nvidia-persistenced.service", *([] if CHOSEN.is_foreign else ["prometheus.service"]))
 # These units are not needed, and under emulation every process at boot costs about 0.2 s.
 MASKED_UNITS = (
     "dev-hugepages.mount",
@@ -32,6 +33,7 @@ MASKED_UNITS = (
     "modprobe@fuse.service",
     "proc-sys-fs-binfmt_misc.automount",
     # Its getty would take the serial console, which the bed records.
+    "serial-getty@ttyAMA0.service",
     "serial-getty@ttyS0.service",
     "sys-fs-fuse-connections.mount",
     "sys-kernel-debug.mount",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from integration.bed import debian, ubuntu
+from integration.bed.architecture import CHOSEN
 from integration.bed.cache import REPOSITORY, cached
 from integration.bed.process import run
 
@@ -27,9 +28,9 @@ class Kernel(NamedTuple):
 
 
 KERNELS = {
-    # linux-headers-amd64 depends on linux-image-amd64, so both have the same version.
+    # linux-headers-ARCHITECTURE depends on linux-image-ARCHITECTURE, so both have the same version.
     debian.SUITE: Kernel(
-        f"{TOOLS} gcc-14 linux-headers-amd64",
+        f"{TOOLS} gcc-14 linux-headers-{CHOSEN.debian}",
         "gcc-14",
         (
             "kernel/drivers/block/virtio_blk.ko",

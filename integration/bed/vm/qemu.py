@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from integration.bed.architecture import CHOSEN
 from integration.bed.process import BedError
 from integration.bed.vm.emulator import emulator
 from integration.bed.vm.json_socket import ClosedError, JSONObject, JSONSocket, JSONValue
@@ -15,15 +16,22 @@ PORTS = 12
 # /dev/kvm is never used: on some computers it can be opened, but a stock kernel then crashes while it boots.
 # With the processor features erms and fsrm, the guest copies by `rep movsb`, which QEMU 10.0 emulates byte by byte:
 # reading files took 2.6 times as long. Without them, the guest copies eight bytes or more at a time.
-MACHINE = ("-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm", "-machine", "q35")
+# arm64's `max` has pointer authentication, whose emulation is slow.
+BOARD = (
+    ("-cpu", "neoverse-n1", "-machine", "virt,gic-version=3")
+    if CHOSEN.is_foreign
+    else ("-cpu", "max,-erms,-fsrm", "-machine", "q35")
+)
+MACHINE = ("-accel", "tcg,thread=multi", *BOARD)
 # no_timer_check: on a busy computer the emulated timer is late, and the kernel would doubt its interrupt routing.
 # clocksource=hpet: the usual clock source, the TSC, keeps counting across QEMU's loadvm. A restored guest would see its
 # clock jump by minutes, and its watchdogs would kill services.
 # no5lvl: QEMU walks the page tables in software, and a fifth level made everything 20 % slower.
+BOARD_ARGUMENTS = "console=ttyAMA0" if CHOSEN.is_foreign else "console=ttyS0 no_timer_check clocksource=hpet no5lvl"
 # The last line of arguments turns off hardening and waits. They cost a real processor little, but took a third of the
 # emulated processor's time.
 KERNEL_ARGUMENTS = (
-    "console=ttyS0 quiet no_timer_check mitigations=off net.ifnames=0 systemd.show_status=false clocksource=hpet no5lvl"
+    f"{BOARD_ARGUMENTS} quiet mitigations=off net.ifnames=0 systemd.show_status=false"
     " init_on_alloc=0 randomize_kstack_offset=off audit=0 nowatchdog rcupdate.rcu_expedited=1"
 )
 
