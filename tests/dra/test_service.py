@@ -314,9 +314,9 @@ def test_an_idle_service_asks_nothing_that_its_watches_answer(
     """Two requests a minute and node otherwise, and two more with each watch that the server ends."""
     monkeypatch.setattr(module, "RESYNC", 0.02)
     monkeypatch.setattr(module, "FACTS_CHECK", 0.02)
-    api.watch_seconds = 0.5
+    api.watch_seconds = 1.0
     monkeypatch.setattr(api_module, "SHORT_PAUSE", 0.01)
-    monkeypatch.setattr(api_module, "LASTED", 0.1)
+    monkeypatch.setattr(api_module, "LASTED", 0.01)
     joined.grant(*GPUS[:2])
     joined.start()
     until("the watches go on", lambda: sum("watch" in query for _, _, query, _ in api.requests) >= 4)
