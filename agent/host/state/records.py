@@ -208,8 +208,11 @@ def _booted() -> float:
 
 
 def _suspended() -> float:
-    """Return how long the host has been suspended since it booted."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    """Return how long the host has been suspended since it booted.
+
+    Exactly 0 if it never was, so that the same history is the same file.
+    """
+    return max(0.0, round(time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic(), 3))
 
 
 class Handed(Struct, frozen=True):
