@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -37,15 +38,11 @@ def test_complete_roots_are_read_back_with_their_visibility(host: Host) -> None:
     staged = observe_staged(host)
     assert staged == StagedFacts(staged=(first, second), next_driver_root_index=11, roots_mounted=True)
     assert [root.hidden for root in staged.staged] == [False, True]
-
-
-def test_a_mount_of_another_kind_is_not_ours(host: Host) -> None:
-    stage(host)
-    host.bus.mounts.mounted = {"parent": HOST_NVIDIA, "root": f"{HOST_NVIDIA}/0"}
     lines = [line.replace(b"overlay", b"tmpfs") for line in host.bus.mounts.lines()]
     host.bus.mounts.lines = lambda: iter(lines)  # type: ignore[method-assign]
     staged = observe_staged(host)
-    assert (staged.roots_mounted, [root.hidden for root in staged.staged]) == (False, [True])
+    assert not staged.roots_mounted, "a mount of another kind is not ours"
+    assert [root.hidden for root in staged.staged] == [True, True]
 
 
 def test_directories_that_only_root_may_list_do_not_prevent_a_plan(host: Host) -> None:
@@ -55,32 +52,22 @@ def test_directories_that_only_root_may_list_do_not_prevent_a_plan(host: Host) -
     assert not observe_staged(host).staged_unseen
 
 
-@pytest.mark.parametrize("text", ["", '{"version": 3}', "[" * 100_000])
-def test_a_broken_manifest_does_not_hold_up_the_others(host: Host, text: str) -> None:
+@pytest.mark.parametrize(
+    "put",
+    [
+        *(lambda place, text=text: Path(place).write_text(text) for text in ("", '{"version": 3}', "[" * 100_000)),
+        *(os.mkdir, os.mkfifo, lambda place: os.symlink("/nowhere", place)),
+    ],
+)
+def test_a_broken_manifest_damages_only_that_one(host: Host, put: Callable[[str], None]) -> None:
+    """A directory or link in its place once counted as a failed observation: the whole host was unknown forever."""
     root = stage(host, 1)
-    host.file(f"{MANIFESTS}/4.json", text)
+    put(host.full_path(MANIFESTS) + "/4.json")
     staged = observe_staged(host)
-    assert (staged.staged, staged.next_driver_root_index, staged.corrupt_roots, len(staged.staged_problems)) == (
-        (root,),
-        5,
-        (4,),
-        1,
-    )
-    assert f"{MANIFESTS}/4.json" in staged.staged_problems[0]
-
-
-@pytest.mark.parametrize("put", [os.mkdir, os.mkfifo, lambda place: os.symlink("/nowhere", place)])
-def test_a_directory_or_link_in_a_manifests_place_damages_only_that_one(host: Host, put: Callable[[str], None]) -> None:
-    """This once counted as a failed observation, which made the whole host unknown forever."""
-    root = stage(host, 1)
-    put(host.full_path(MANIFESTS) + "/0.json")
-    staged = observe_staged(host)
-    assert (staged.staged, staged.corrupt_roots, staged.staged_unseen, len(staged.staged_problems)) == (
-        (root,),
-        (0,),
-        "",
-        1,
-    )
+    assert (staged.staged, staged.corrupt_roots, staged.staged_unseen) == ((root,), (4,), "")
+    assert staged.next_driver_root_index == 5
+    (problem,) = staged.staged_problems
+    assert f"{MANIFESTS}/4.json" in problem
 
 
 @pytest.mark.parametrize("path", [TREES, MANIFESTS, f"{MANIFESTS}/0.json", MOUNTS])
@@ -99,17 +86,12 @@ def test_a_plain_root_is_recognised_by_its_directory_and_no_link_is_followed(hos
     stage(host, 2, "/elsewhere")
     host.symlink(f"{HOST_NVIDIA}/1", "/elsewhere/1")
     host.symlink(f"{HOST_NVIDIA}/2", "x" * 300)
+    for index in (3, 999999999):
+        host.make_directory(f"{HOST_NVIDIA}/{index}")
     staged = observe_staged(host)
     assert (staged.staged, staged.plain_roots, staged.corrupt_roots) == ((root,), (0,), (1, 2))
     assert not root.hidden
-
-
-def test_the_next_index_skips_what_a_machine_puts_in_the_way(host: Host) -> None:
-    stage(host, 0, HOST_NVIDIA)
-    host.make_directory(f"{HOST_NVIDIA}/1")
-    host.symlink(f"{HOST_NVIDIA}/2", "x" * 300)
-    host.make_directory(f"{HOST_NVIDIA}/999999999")
-    assert observe_staged(host).next_driver_root_index == 3
+    assert staged.next_driver_root_index == 4, "the next free one"
 
 
 @pytest.mark.parametrize(("last", "index"), [(INDICES - 3, INDICES - 2), (INDICES - 1, 1)])

@@ -41,52 +41,46 @@ def test_a_report_of_the_machine_half_is_read_back() -> None:
     assert report.conditions == (LINKED,)
     assert report.repairs == {**dict.fromkeys(Repair, 0), Repair.SPEC: 2}
     assert report.advertised_gpus is None
+    assert report.publication is None
+    assert report.fabric == (), "asked, but no GPU answered"
+    assert not report.unknown_conditions
     paths = tuple(f"/etc/{number}" for number in range(CHANGED_FILES_LIMIT + 1))
-    report = parse_report(render_report(Report("", (LINKED,), (), "", "", {}, 0, changed_files=paths)))
+    fabric = (FabricAnswer("0000:1b:00.0", "In Progress", "N/A"), FabricAnswer("0000:43:00.0", "", ""))
+    answered = Publication(2**64 - 1, 1_700_000_000_000_000_001)
+    whole = Report("", (LINKED,), (), "", "", {}, 0, changed_files=paths, fabric=fabric, publication=answered)
+    report = parse_report(render_report(whole))
     assert report.advertised_gpus == 0, "none is known, and not the same as an unknown number"
     assert report.changed_files == paths[:-1]
+    assert (report.fabric, report.publication) == (fabric, answered)
+    assert parse_report(document(fabric=[{**ANSWER, "new": 1}])).fabric is not None
 
 
-def test_the_answers_about_the_fabric_are_read_back_and_bounded() -> None:
-    answers = (FabricAnswer("0000:1b:00.0", "In Progress", "N/A"), FabricAnswer("0000:43:00.0", "", ""))
-    assert parse_report(render_report(Report("", (LINKED,), (), "", "", {}, fabric=answers))).fabric == answers
-    assert parse_report(document()).fabric == (), "asked, but no GPU answered"
-    good = {"gpu": "0000:1b:00.0", "state": "Completed", "status": "Success"}
-    assert parse_report(document(fabric=[{**good, "new": 1}])).fabric is not None
-    for wrong in (
-        [{**good, "gpu": "0000:1b:00.0; run `evil`"}],
-        [{**good, "gpu": ""}],
-        [{**good, "state": "x" * 65}],
-        [{**good, "status": "\x1b[2J"}],
-        [{**good, "state": 3}],
-        *([{**good, "state": word}] for word in ("In Progress; run it", "`reboot`", "rm -r", "/etc/passwd", "N/A\n")),
-        [good, good],
-        [good] * 1025,
-        {"0000:1b:00.0": "Completed"},
-        "Completed",
-    ):
-        with pytest.raises(DocumentError, match="fabric"):
-            parse_report(document(fabric=wrong))
+ANSWER = {"gpu": "0000:1b:00.0", "state": "Completed", "status": "Success"}
 
 
-def test_the_publication_is_read_back_and_its_numbers_are_bounded() -> None:
-    answered = Publication(2**64 - 1, 1_700_000_000_000_000_001)
-    data = render_report(Report("", (LINKED,), (), "", "", {}, publication=answered))
-    assert parse_report(data).publication == answered
-    assert parse_report(document()).publication is None
-    for wrong in (
-        [1],
-        [1, 2, 3],
-        [1, 2**64],
-        [-1, 2],
-        [1, "2"],
-        [1, True],
-        [1, 2.0],
-        {"inode": 1, "mtime_ns": 2},
-        "12",
-    ):
-        with pytest.raises(DocumentError, match="publication"):
-            parse_report(document(publication=wrong))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [{**ANSWER, "gpu": "0000:1b:00.0; run `evil`"}],
+        [{**ANSWER, "gpu": ""}],
+        [{**ANSWER, "state": "x" * 65}],
+        [{**ANSWER, "status": "\x1b[2J"}],
+        [{**ANSWER, "state": 3}],
+        *([{**ANSWER, "state": word}] for word in ("In Progress; run it", "`reboot`", "rm -r", "/etc/passwd", "N/A\n")),
+        *([ANSWER, ANSWER], [ANSWER] * 1025, {"0000:1b:00.0": "Completed"}, "Completed"),
+    ],
+)
+def test_attack_answers_about_the_fabric_cannot_read_like_a_command_and_are_bounded(wrong: object) -> None:
+    with pytest.raises(DocumentError, match="fabric"):
+        parse_report(document(fabric=wrong))
+
+
+@pytest.mark.parametrize(
+    "wrong", [[1], [1, 2, 3], [1, 2**64], [-1, 2], [1, "2"], [1, True], [1, 2.0], {"inode": 1, "mtime_ns": 2}, "12"]
+)
+def test_the_numbers_of_a_publication_are_bounded(wrong: object) -> None:
+    with pytest.raises(DocumentError, match="publication"):
+        parse_report(document(publication=wrong))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +100,6 @@ def test_conditions_keys_and_repairs_of_a_newer_machine_half_are_left_out() -> N
     assert [(each.type, each.reason) for each in report.conditions] == [(ConditionType.LIBRARIES_LINKED, "NewReason")]
     assert report.unknown_conditions == ("FoundByANewerRelease=False (Failed)",)
     assert report.repairs == {**dict.fromkeys(Repair, 0), Repair.SPEC: 1}
-    assert not parse_report(document()).unknown_conditions
 
 
 def test_a_report_of_another_version_says_what_to_do() -> None:

@@ -19,6 +19,7 @@ from agent.system.systemd import SYSTEMD, queue_job
 from tests.fakes.host import Host
 
 TEMPLATE = "/usr/lib/systemd/system/systemd-nspawn@.service"
+OWN_TEMPLATE = "/etc/systemd/system/systemd-nspawn@.service"
 
 
 def test_states(host: Host) -> None:
@@ -89,17 +90,15 @@ def test_an_unexpected_answer_about_a_job_is_an_error(host: Host, answer: tuple[
         queue_job("StartUnit", "machine.service", System(host.runner, host.root, lambda *_: answer))
 
 
-@pytest.mark.parametrize("answer", [(), ([],), ("text",), ([("a",)] * 2,)], ids=["none", "short", "text", "long"])
-def test_an_answer_of_unknown_format_leaves_all_unseen(host: Host, answer: tuple[object, ...]) -> None:
-    system = System(host.runner, host.root, lambda *_: answer)
-    assert isinstance(observe_units(("a.service",), system)["a.service"].unit_state, Unseen)
-
-
-def test_a_bus_that_does_not_answer_leaves_all_unseen(host: Host) -> None:
+def test_a_bus_that_does_not_answer_in_a_known_format_leaves_all_unseen(host: Host) -> None:
+    answer: tuple[object, ...]
+    for answer in ((), ([],), ("text",), ([("a",)] * 2,)):
+        odd = System(host.runner, host.root, lambda *_, answer=answer: answer)
+        assert isinstance(observe_units(("a.service",), odd)["a.service"].unit_state, Unseen)
     host.bus.failing = BusError("the bus is away")
-    units = observe_units(("a.service", "b.service"), host)
-    assert units == dict.fromkeys(("a.service", "b.service"), Unit(Unseen("the bus is away")))
-    assert with_properties("m", Unit("active", "/a"), host) == Unit(Unseen("the bus is away"))
+    away = Unit(Unseen("the bus is away"))
+    assert observe_units(("a.service", "b.service"), host) == {"a.service": away, "b.service": away}
+    assert with_properties("m", Unit("active", "/a"), host) == away
     assert isinstance(observe_version(host), Unseen)
 
 
@@ -117,23 +116,19 @@ def test_version(host: Host, text: str, version: int | Broken) -> None:
     assert observe_version(host) == version
 
 
-def test_the_administrators_template_comes_first(host: Host) -> None:
+def test_the_administrators_template_comes_first_even_a_masked_one(host: Host) -> None:
     template = observe_template(host)
     assert isinstance(template, Absent)
     assert "install the package systemd-container" in template.why
     host.file(TEMPLATE, "[Service]\nDeviceAllow=char-pts rw\n")
-    host.file("/etc/systemd/system/systemd-nspawn@.service", "[Service]\nDeviceAllow=/dev/fuse rw\n")
+    host.file(OWN_TEMPLATE, "[Service]\nDeviceAllow=/dev/fuse rw\n")
     assert observe_template(host) == (DeviceAllow("/dev/fuse", "rw"),)
-
-
-def test_for_a_masked_template_the_error_says_how_to_unmask_it(host: Host) -> None:
-    host.make_directory("/etc/systemd/system")
+    host.remove(OWN_TEMPLATE)
     # Like /dev/null, to which `systemctl mask` makes a link, no regular file.
-    os.mkfifo(host.full_path("/etc/systemd/system/systemd-nspawn@.service"))
-    host.file(TEMPLATE, "[Service]\nDeviceAllow=char-pts rw\n")
+    os.mkfifo(host.full_path(OWN_TEMPLATE))
     template = observe_template(host)
     assert isinstance(template, Broken)
-    assert template.why.startswith("/etc/systemd/system/systemd-nspawn@.service: ")
+    assert template.why.startswith(f"{OWN_TEMPLATE}: ")
     assert "systemctl unmask systemd-nspawn@.service" in template.why
 
 

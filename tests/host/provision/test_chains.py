@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent.host.provision.network import leftovers, observe_chains, observe_network, remove_chains
 from agent.model.node import Chains, Network
@@ -58,20 +59,35 @@ def test_chains_of_network_plugins_are_found_too(host: Host) -> None:
 
 def test_a_program_that_fails_is_remembered(filtering: Host) -> None:
     """What was there before is unknown then, so nothing of this program may be removed later."""
-    filtering.runner.answers[("iptables-nft-save",)] = Completed(1, b"", b"no kernel support")
-    unknown = observe_chains(filtering)
-    assert unknown == (Chains("iptables-nft", "", ()), NAT_6)
-    left = leftovers(Network(chains=unknown), Network(chains=(NAT,)))
-    assert (left.remove, left.keep) == ((), (NAT,))
+    filtering.file("/usr/sbin/nft", executable=True)
+    filtering.runner.answers["iptables-nft-save",] = Completed(1, b"", b"no kernel support")
+    filtering.runner.answers["nft", "list", "tables"] = Completed(1, b"", b"no kernel support")
+    assert observe_chains(filtering) == (UNKNOWN, NAT_6, UNKNOWN_TABLES)
 
 
-def test_only_new_chains_are_removed() -> None:
-    older = Chains("iptables-nft", "nat", ("KUBE-SERVICES",))
-    assert leftovers(Network(), Network(chains=(NAT,))).remove == (NAT,)
-    left = leftovers(Network(chains=(older,)), Network(chains=(NAT,)))
-    assert (left.remove, left.keep) == ((), (NAT,))
-    assert leftovers(Network(chains=(NAT,)), Network(chains=(NAT,))).keep == ()
-    assert NAT.describe() == "chain CNI-0123 and 1 more (iptables-nft, table nat)"
+UNKNOWN, UNKNOWN_TABLES = Chains("iptables-nft", "", ()), Chains("nft", "", ())
+TABLE, TABLE_6 = Chains("nft", "ip kube-proxy", ()), Chains("nft", "ip6 kube-proxy", ())
+
+
+@pytest.mark.parametrize(
+    ("found", "now", "removed", "kept"),
+    [
+        (Network(), (NAT,), (NAT,), ()),
+        (Network(chains=(replace(NAT, names=("KUBE-SERVICES",)),)), (NAT,), (), (NAT,)),
+        (Network(chains=(NAT,)), (NAT,), (), ()),
+        (Network(chains=(UNKNOWN, NAT_6)), (NAT,), (), (NAT,)),
+        (Network(tables=True), (TABLE, TABLE_6), (TABLE, TABLE_6), ()),
+        (Network(chains=(TABLE,), tables=True), (TABLE, TABLE_6), (), (TABLE_6,)),
+        (Network(chains=(UNKNOWN_TABLES,), tables=True), (TABLE, TABLE_6), (), (TABLE, TABLE_6)),
+        # nft was installed after the first `up`. Another machine on the host's network may have made the tables before.
+        (Network(), (TABLE,), (), (TABLE,)),
+    ],
+)
+def test_only_what_is_new_is_removed(
+    found: Network, now: tuple[Chains, ...], removed: tuple[Chains, ...], kept: tuple[Chains, ...]
+) -> None:
+    left = leftovers(found, Network(chains=now))
+    assert (left.remove, left.keep) == (removed, kept)
 
 
 class Iptables:
@@ -174,7 +190,6 @@ class Nothing:
 
 
 TABLES = "table ip filter\ntable ip kube-proxy\ntable ip6 kube-proxy\ntable inet kube-proxy\ntable ip docker-bridges\n"
-TABLE, TABLE_6 = Chains("nft", "ip kube-proxy", ()), Chains("nft", "ip6 kube-proxy", ())
 
 
 def test_tables_of_nftables_are_found_and_removed(host: Host) -> None:
@@ -184,28 +199,15 @@ def test_tables_of_nftables_are_found_and_removed(host: Host) -> None:
     host.command("nft", "delete", "table", "ip6", "kube-proxy")
     assert observe_chains(host) == (TABLE, TABLE_6)
     assert TABLE.describe() == "table ip kube-proxy (nft)"
+    assert NAT.describe() == "chain CNI-0123 and 1 more (iptables-nft, table nat)"
     remove_chains(TABLE_6, host)
     host.command("nft", "list", "tables", stdout="")
     remove_chains(TABLE, host)
     assert host.runner.calls.count(("nft", "delete", "table", "ip6", "kube-proxy")) == 1
 
 
-def test_tables_that_a_host_without_nft_may_have_had_stay(host: Host) -> None:
-    """nft was installed after the first `up`. Another machine on the host's network may have made the tables before."""
-    found = observe_network(Nothing(), host)
-    assert leftovers(found, Network(chains=(TABLE,))).keep == (TABLE,)
+def test_whether_the_host_has_nft_is_observed(host: Host) -> None:
+    assert not observe_network(Nothing(), host).tables
     host.file("/usr/sbin/nft", executable=True)
     host.command("nft", "list", "tables", stdout="")
-    found = observe_network(Nothing(), host)
-    assert leftovers(found, Network(chains=(TABLE,))).remove == (TABLE,)
-
-
-def test_only_new_tables_of_nftables_are_removed(host: Host) -> None:
-    now = Network(chains=(TABLE, TABLE_6))
-    recorded = Network(tables=True)
-    assert leftovers(recorded, now).remove == (TABLE, TABLE_6)
-    assert leftovers(Network(chains=(TABLE,), tables=True), now).keep == (TABLE_6,)
-    host.file("/usr/sbin/nft", executable=True)
-    host.runner.answers["nft", "list", "tables"] = Completed(1, b"", b"no kernel support")
-    unknown = Network(chains=observe_chains(host), tables=True)
-    assert leftovers(unknown, now).keep == (TABLE, TABLE_6)
+    assert observe_network(Nothing(), host).tables

@@ -56,10 +56,6 @@ def answer(host: Host, name: str, manifest: str, *options: str, architecture: st
 
 def test_the_image_of_a_machine() -> None:
     assert choose_image(NODES, "agent-ubuntu2404") == "docker://registry.example.com/nodes/agent-ubuntu2404:1.2"
-    assert (
-        choose_image(NODES, "agent-ubuntu2404-nvidia")
-        == "docker://registry.example.com/nodes/agent-ubuntu2404-nvidia:1.2"
-    )
     named = replace(NODES, name="oci:/srv/image:1")
     assert choose_image(named, "agent-ubuntu2404-nvidia") == "oci:/srv/image:1"
 
@@ -190,50 +186,42 @@ GET = r"Get \"https://r/v2/\": "
 PULLS = "You have reached your pull rate limit. You may increase it by authenticating: https://www.docker.com/increase"
 
 
-@pytest.mark.parametrize(
-    ("said", "hint"),
-    [
-        ("Error reading manifest 1 in x: manifest unknown: manifest unknown", "image.repository and image.tag"),
-        ("unauthorized: authentication required", "image.credentials"),
-        (f"{GET}x509: certificate signed by unknown authority", "image.ca_directory"),
-        ("x509: certificate has expired or is not yet valid", "this host's clock"),
-        (f"reading manifest 1 in docker.io/x: toomanyrequests: {PULLS}", "limits how much"),
-        ("received unexpected HTTP status: 429 Too Many Requests", "limits how much"),
-        ("received unexpected HTTP status: 503 Service Unavailable", "has a fault"),
-        ("invalid status code from registry 502 (Bad Gateway)", "has a fault"),
-        (f"{GET}Proxy Authentication Required", "HTTPS_PROXY"),
-        (f"{GET}proxyconnect tcp: dial tcp 10.0.0.1:3128: connect: connection refused", "HTTPS_PROXY"),
-        ("dial tcp: lookup r on 10.0.0.1:53: server misbehaving", "check the network"),
-        ("write /x: no space left on device", "free up space"),
-        ("loading tar component manifest.json: archive/tar: invalid tar header", "`gunzip`"),
-        ("reading blob from docker-archive:/x.tar: unexpected EOF", "the source is damaged, or the connection broke"),
-        (f"{GET}http: server gave HTTP response to HTTPS client", "give the registry a certificate"),
-        (f"{GET}proxyconnect tcp: tls: first record does not look like a TLS handshake", "HTTPS_PROXY"),
-        ("no image found in manifest list for architecture arm64", "for this host's architecture"),
-        ("pinging container registry: connect: connection refused", "check the network"),
-        ("Source image rejected: Running image x is rejected by policy.", "signature"),
-    ],
+SKOPEO = (
+    ("Error reading manifest 1 in x: manifest unknown: manifest unknown", "image.repository and image.tag"),
+    ("unauthorized: authentication required", "image.credentials"),
+    (f"{GET}x509: certificate signed by unknown authority", "image.ca_directory"),
+    ("x509: certificate has expired or is not yet valid", "this host's clock"),
+    (f"reading manifest 1 in docker.io/x: toomanyrequests: {PULLS}", "limits how much"),
+    ("received unexpected HTTP status: 429 Too Many Requests", "limits how much"),
+    ("received unexpected HTTP status: 503 Service Unavailable", "has a fault"),
+    ("invalid status code from registry 502 (Bad Gateway)", "has a fault"),
+    (f"{GET}Proxy Authentication Required", "HTTPS_PROXY"),
+    (f"{GET}proxyconnect tcp: dial tcp 10.0.0.1:3128: connect: connection refused", "HTTPS_PROXY"),
+    ("dial tcp: lookup r on 10.0.0.1:53: server misbehaving", "check the network"),
+    ("write /x: no space left on device", "free up space"),
+    ("loading tar component manifest.json: archive/tar: invalid tar header", "`gunzip`"),
+    ("reading blob from docker-archive:/x.tar: unexpected EOF", "the source is damaged, or the connection broke"),
+    (f"{GET}http: server gave HTTP response to HTTPS client", "give the registry a certificate"),
+    (f"{GET}proxyconnect tcp: tls: first record does not look like a TLS handshake", "HTTPS_PROXY"),
+    ("no image found in manifest list for architecture arm64", "for this host's architecture"),
+    ("pinging container registry: connect: connection refused", "check the network"),
+    ("Source image rejected: Running image x is rejected by policy.", "signature"),
 )
-def test_what_skopeo_said(said: str, hint: str) -> None:
-    error = explained(ExitCodeError(("skopeo", "copy"), 1, FATAL.format(said)), "image")
-    assert error.message == "image: " + said.replace("\\", "")
-    assert hint in error.hint
+UMOCI = "   \u2022 unpacking rootfs ...\n   \u2a2f create rootfs: unknown\n"
 
 
 @pytest.mark.parametrize(
     ("stderr", "message", "hint"),
     [
-        (
-            "   • unpacking rootfs ...\n   \u2a2f create rootfs: unknown\n",
-            "image: create rootfs: unknown",
-            "correct this",
-        ),
-        ("", "image: umoci raw: exit code 1", "again"),
+        *((FATAL.format(said), said.replace("\\", ""), hint) for said, hint in SKOPEO),
+        (UMOCI, "create rootfs: unknown", "correct this"),
+        ("", "umoci raw: exit code 1", "again"),
     ],
 )
-def test_what_umoci_said(stderr: str, message: str, hint: str) -> None:
+def test_what_a_program_said(stderr: str, message: str, hint: str) -> None:
     error = explained(ExitCodeError(("umoci", "raw"), 1, stderr), "image")
-    assert (error.message, hint in error.hint) == (message, True)
+    assert error.message == f"image: {message}"
+    assert hint in error.hint
 
 
 def test_a_signed_url_is_not_told() -> None:
@@ -418,44 +406,38 @@ def test_a_layer_s_compression_is_what_the_manifest_says(system: System, tools: 
 
 
 ZEROS = entry("zeros", size=1 << 50).tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20)
+IN_PADDING = raw("x", record("comment", "a"), b"x", padding=record("size", "0")) + raw("a", bytes(1024)) + ZEROS
 OUTSIDE, LARGE = "would remove a directory outside of its own", "more bytes or files"
 BOMBS = {
-    "a hole": (gzip.compress(sparse(1 << 50)), "'hole' is a sparse file"),
-    "a small hole": (gzip.compress(sparse(100)), "'hole' is a sparse file"),
-    "zeros": (gzip.compress(ZEROS), LARGE),
+    "a hole": (sparse(1 << 50), "'hole' is a sparse file"),
+    "a small hole": (sparse(100), "'hole' is a sparse file"),
+    "zeros": (ZEROS, LARGE),
+    "the parent": (packed(entry("a/.wh...")), OUTSIDE),
+    "the directory itself": (packed(entry("a/.wh..")), OUTSIDE),
+    "no name": (packed(entry("./.wh.")), OUTSIDE),
+    "in a directory": (packed(entry(".wh.../x")), OUTSIDE),
+    "no archive": (bytes(range(256)) * 4, "is damaged"),
+    "sparse by a record": (recorded("GNU.sparse.offset", "0"), "is a sparse file"),
+    "no path": (recorded("path", ""), "has an unusual path or size"),
+    "no size": (recorded("size", ""), "has an unusual path or size"),
+    "a name in the padding": (raw("L", b".wh..", b"L", padding=b"harmless") + raw("a"), OUTSIDE),
+    "a record in the padding": (IN_PADDING, LARGE),
+    "a long description": (raw("x", record("comment", "a" * 70000), b"x") + raw("a"), "more than 64 KiB"),
+    "no end": (raw("a", b"b" * 600)[:-100], "unexpected end"),
+    "a header that only Python refuses": (headed("xxxxxxx\0"), "is damaged"),
+    **{kind: (layer + HIDDEN + END, "is damaged or unusual: ") for kind, layer in UNUSUAL.items()},
+}
+LAYERS = {
+    **{kind: (gzip.compress(layer), why) for kind, (layer, why) in BOMBS.items()},
     "not compressed": (ZEROS, LARGE),
-    "the parent": (gzip.compress(packed(entry("a/.wh..."))), OUTSIDE),
-    "the directory itself": (gzip.compress(packed(entry("a/.wh.."))), OUTSIDE),
-    "no name": (gzip.compress(packed(entry("./.wh."))), OUTSIDE),
-    "in a directory": (gzip.compress(packed(entry(".wh.../x"))), OUTSIDE),
-    "no archive": (gzip.compress(bytes(range(256)) * 4), "is damaged"),
-    "sparse by a record": (gzip.compress(recorded("GNU.sparse.offset", "0")), "is a sparse file"),
-    "no path": (gzip.compress(recorded("path", "")), "has an unusual path or size"),
-    "no size": (gzip.compress(recorded("size", "")), "has an unusual path or size"),
-    "a name in the padding": (gzip.compress(raw("L", b".wh..", b"L", padding=b"harmless") + raw("a")), OUTSIDE),
-    "a record in the padding": (
-        gzip.compress(
-            raw("x", record("comment", "a"), b"x", padding=record("size", "0")) + raw("a", bytes(1024)) + ZEROS
-        ),
-        LARGE,
-    ),
-    "a long description": (
-        gzip.compress(raw("x", record("comment", "a" * 70000), b"x") + raw("a")),
-        "more than 64 KiB",
-    ),
-    "no end": (gzip.compress(raw("a", b"b" * 600)[:-100]), "unexpected end"),
-    "a header that only Python refuses": (gzip.compress(headed("xxxxxxx\0")), "is damaged"),
     "cut off": (gzip.compress(packed(entry("a")))[:-20], "is damaged"),
 }
 
 
-BOMBS |= {kind: (gzip.compress(layer + HIDDEN + END), "is damaged or unusual: ") for kind, layer in UNUSUAL.items()}
-
-
-@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.parametrize("kind", LAYERS)
 def test_an_image_that_would_do_harm_is_not_unpacked(system: System, tools: Tools, kind: str) -> None:
     """`umoci` fills holes with zeros, so that a few hundred bytes fill the disk."""
-    layer, why = BOMBS[kind]
+    layer, why = LAYERS[kind]
     tools.layers = (gzip.compress(packed(entry("sbin/init"))), layer)
     with pytest.raises(AgentError, match=why):
         unpack(NODES, IMAGE, ROOT, system)

@@ -46,30 +46,16 @@ def test_what_others_added_since_stays() -> None:
 
 
 OTHERS = (
-    Link("lxcbr0", "bridge"),
-    Link("cni-podman0", "bridge"),
+    *(Link(name, "bridge") for name in ("lxcbr0", "cni-podman0", "incusbr0", "vxlan", "calibration", "gw0")),
     Link("vxlan100", "vxlan"),
-    Link("vxlan", "bridge"),
-    Link("calibration", "bridge"),
-    Link("gw0", "bridge"),
     Link("veth0a1b2c3d", "veth", "incusbr0"),
     Link("veth0a1b2c3e", "veth"),
-    Link("incusbr0", "bridge"),
 )
 NODES = (
-    Link("lxc0a1b2c3d4e5f", "veth"),
-    Link("lxc_health", "veth"),
-    Link("cali0a1b2c3d4e5", "veth"),
-    Link("vxlan.calico", "vxlan"),
-    Link("vxlan-v6.calico", "vxlan"),
-    Link("vxlan-6784", "vxlan"),
-    Link("vxlan_sys_4789", "vxlan"),
-    Link("cni0", "bridge"),
-    Link("cbr0", "bridge"),
+    *(Link(name, "veth") for name in ("lxc0a1b2c3d4e5f", "lxc_health", "cali0a1b2c3d4e5", "cilium_host")),
+    *(Link(name, "vxlan") for name in ("vxlan.calico", "vxlan-v6.calico", "vxlan-6784", "vxlan_sys_4789", "flannel.1")),
+    *(Link(name, "bridge") for name in ("cni0", "cbr0", "kube-bridge")),
     Link("kube-ipvs0", "dummy"),
-    Link("kube-bridge", "bridge"),
-    Link("flannel.1", "vxlan"),
-    Link("cilium_host", "veth"),
 )
 
 

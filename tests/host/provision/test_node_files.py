@@ -33,11 +33,15 @@ def kubelet_configuration(**settings: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def test_the_files_are_these() -> None:
-    """What a node's kubelet and containerd may do is decided here."""
+    """What a node's kubelet and containerd may do is decided here.
+
+    The kubelet does not ask for a server's certificate (serverTLSBootstrap): Kubernetes approves no such request by
+    itself, and `kubectl logs` would fail until then.
+    """
     settings = {
         "kubelet": {
             "labels": {"a": "b"},
-            "taints": ["c=d:NoSchedule"],
+            "taints": ["c=d:NoSchedule", "e:NoExecute"],
             "startup_taint": "readiness.k8s.io/gpu=:NoExecute",
         },
         "containerd": {"mirrors": {"docker.io": ["https://mirror.example.com"]}},
@@ -79,14 +83,6 @@ def test_only_a_network_of_its_own_needs_an_address_and_forwards() -> None:
     }.items():
         assert line in own[path].content
         assert path not in shared
-
-
-def test_certificates_are_rotated_and_taints_are_registered() -> None:
-    found = kubelet_configuration(kubelet={"taints": ["a=b:NoSchedule", "c:NoExecute"]})
-    assert found["rotateCertificates"]
-    # Kubernetes approves no request for a server's certificate by itself, and `kubectl logs` would fail until then.
-    assert "serverTLSBootstrap" not in found
-    assert found["registerWithTaints"][1] == {"key": "c", "value": "", "effect": "NoExecute"}
 
 
 def test_fields_of_the_settings_are_laid_over_the_agents() -> None:

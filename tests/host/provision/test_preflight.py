@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.config.settings import NodeSettings
-from agent.host.provision.preflight import NETWORKD, PROGRAMS, check_host, check_network, check_server, checked
+from agent.host.provision.preflight import NETWORKD, check_host, check_network, check_server, checked
 from agent.model.errors import AgentError
 from agent.model.node import Check
 from agent.system.http import Answer
@@ -58,18 +58,17 @@ def failed(checks: Iterable[Check]) -> dict[str, str]:
 # ---- the API server
 
 
-def test_a_good_server_accepts_the_token_over_its_own_ca(host: Host) -> None:
-    server = Server(Answer(200, time.time()))
-    checks = [*check_server(settings(), host, server)]
-    assert [check.name for check in checks] == ["server", "token", "clock"]
-    assert failed(checks) == {}
+ACCEPTED = ["server", "token", "clock"]
+
+
+@pytest.mark.parametrize(("status", "checks"), [(200, ACCEPTED), (403, ACCEPTED), (503, ["server", "clock"])])
+def test_a_good_server_accepts_the_token_over_its_own_ca(host: Host, status: int, checks: list[str]) -> None:
+    """An error of the server does not say that it accepts the token."""
+    server = Server(Answer(status, time.time()))
+    found = [*check_server(settings(), host, server)]
+    assert [check.name for check in found] == checks
+    assert failed(found) == {}
     assert server.asked == [(f"{SERVER}/api", CERTIFICATE.encode(), SECRET)]
-
-
-@pytest.mark.parametrize(("status", "accepted"), [(503, False), (403, True)])
-def test_an_error_of_the_server_does_not_say_that_it_accepts_the_token(host: Host, status: int, accepted: bool) -> None:
-    told = [check.message for check in check_server(settings(), host, Server(Answer(status, None)))]
-    assert ("the API server accepts the bootstrap token" in told) is accepted
 
 
 @pytest.mark.parametrize(
@@ -99,13 +98,6 @@ def test_what_is_wrong_with_the_server_is_said(
 def test_a_token_that_others_can_read_is_not_sent_anywhere(host: Host) -> None:
     host.owners[TOKEN] = (0o644, 0, 0)
     server = Server(Answer(200, None))
-    assert list(failed(check_server(settings(), host, server))) == ["token"]
-    host.owners[TOKEN] = (0o600, 1000, 0)
-    assert "belongs to user 1000" in failed(check_server(settings(), host, server))["token"]
-    host.owners[TOKEN] = (0o600, 0, 0)
-    host.failing[TOKEN] = OSError(errno.EIO, "Input/output error")
-    assert list(failed(check_server(settings(), host, server))) == ["token"]
-    host.remove(TOKEN)
     assert list(failed(check_server(settings(), host, server))) == ["token"]
     assert server.asked == []
 
@@ -157,19 +149,13 @@ def test_everything_that_is_wrong_with_a_host_is_said_at_once(gpu_host: Host) ->
     assert "programs" not in failed(check_host(facts, gpu_host, makes_root=False))
 
 
-@pytest.mark.parametrize(
-    ("controllers", "wrong"),
-    [
-        ("cpuset cpu io memory hugetlb pids rdma misc", []),
-        ("cpuset cpu io pids", ["cgroup v2 controllers: memory are missing"]),
-    ],
-)
-def test_a_missing_controller_is_named(gpu_host: Host, controllers: str, wrong: list[str]) -> None:
-    gpu_host.file("/sys/fs/cgroup/cgroup.controllers", f"{controllers}\n")
-    for name in PROGRAMS:
-        gpu_host.file(f"/usr/bin/{name}", executable=True)
+def test_a_missing_controller_is_named(gpu_host: Host) -> None:
     facts = reconciler(gpu_host).preview()[0]
-    checks = check_host(facts, gpu_host, makes_root=True)
-    assert [check.message for check in checks if not check.passed] == wrong
+    for controllers, missing in (("cpuset cpu io memory hugetlb pids rdma misc", ""), ("cpuset cpu io pids", "memory")):
+        gpu_host.file("/sys/fs/cgroup/cgroup.controllers", f"{controllers}\n")
+        found = failed(check_host(facts, gpu_host, makes_root=False))
+        assert found.get("cgroups", "").partition(" (")[0] == (
+            f"cgroup v2 controllers: {missing} are missing" if missing else ""
+        )
     gpu_host.failing["/sys/fs/cgroup/cgroup.controllers"] = PermissionError(errno.EACCES, "Permission denied")
-    assert "(run this as root" in failed(check_host(facts, gpu_host, makes_root=True))["cgroups"], "no reboot helps"
+    assert "(run this as root" in failed(check_host(facts, gpu_host, makes_root=False))["cgroups"], "no reboot helps"

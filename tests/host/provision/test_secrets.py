@@ -17,10 +17,6 @@ def secret(host: Host) -> Host:
     return host
 
 
-def test_a_private_file_of_root_is_read(secret: Host) -> None:
-    assert read_token(TOKEN_FILE, secret) == TOKEN
-
-
 @pytest.mark.parametrize(
     ("path", "mode", "user", "why"),
     [
