@@ -1,6 +1,7 @@
 """Even an unexpected error in one machine's work affects only that machine: the others continue."""
 
 import logging
+import time
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -16,7 +17,7 @@ from agent.host.verify.answers import STALE_AFTER
 from agent.model.conditions import ConditionType, Status
 from agent.model.errors import BusError
 from agent.model.facts import DeviceAllow, Facts, parse_live, render_live
-from agent.model.goal import ChangeDevices, Goal, StageDriverRoot, fault
+from agent.model.goal import ChangeDevices, WriteFile, fault
 from agent.model.handoff import Report, parse_handoff, render_report
 from agent.model.paths import (
     HOST_NVIDIA,
@@ -30,7 +31,7 @@ from agent.model.paths import (
     started_drop_in,
     started_nspawn,
 )
-from tests.fakes.facts import facts
+from tests.fakes.facts import CONFIG, facts, without_second_gpu
 from tests.fakes.gpu_host import MACHINE, reconciler, set_up, units
 from tests.fakes.host import Host
 from tests.fakes.running import running
@@ -47,12 +48,8 @@ def two(host: Host, **settings: object) -> Reconciler:
     return Reconciler(Config.validated({"machines": machines}), host, host)
 
 
-def outcomes(machines: tuple[MachineOutcome, ...]) -> dict[str, MachineOutcome]:
-    return {each.name: each for each in machines}
-
-
 def assert_only_bad_is_faulted(machines: tuple[MachineOutcome, ...], work: str) -> None:
-    found = outcomes(machines)
+    found = {each.name: each for each in machines}
     assert {each.type for each in found[BAD].conditions} == set(ConditionType)
     # GPUS_COMPLETE comes from the record of all machines' GPUs.
     own_conditions = [each for each in found[BAD].conditions if each.type is not ConditionType.GPUS_COMPLETE]
@@ -82,11 +79,12 @@ def test_an_error_in_observing_one_machine(gpu_host: Host, caplog: pytest.LogCap
 
 
 def two_seen(**bad: object) -> Facts:
-    """Return one sound machine, and one with nonsense among its facts."""
-    seen = facts()
-    other = replace(seen.machines[0], name=BAD, root=f"/var/lib/machines/{BAD}", **cast(Any, bad))
+    """Return one sound machine, and one that runs without the second GPU, with these facts."""
+    seen, left = facts(), plan(CONFIG, facts(without_second_gpu())).goal.machines[0].live
+    fields = {"name": BAD, "root": f"/var/lib/machines/{BAD}", "unit_state": "active", "live": left, **bad}
     files = {path.replace("gpu-node", BAD): state for path, state in seen.files.items()}
-    return replace(seen, machines=(seen.machines[0], other), files=seen.files | files)
+    machines = (seen.machines[0], replace(seen.machines[0], **cast(Any, fields)))
+    return replace(seen, machines=machines, files=seen.files | files)
 
 
 def planned(seen: Facts) -> Plan:
@@ -101,16 +99,18 @@ def test_an_error_in_the_plan_for_one_machine() -> None:
 
 
 def test_an_error_in_the_steps_for_one_machine() -> None:
-    """The machine keeps what it has, and the other machine's steps are complete."""
-    seen = two_seen(handed_roots=([],))
-    alone = planned(facts())
+    """It gets no part of its steps: its new devices, or a handoff that names them, would come without its settings.
+
+    The other machine's steps are complete.
+    """
+    sound = two_seen()
+    seen = without_handoff(sound, BAD)
     found = diff(planned(seen), seen)
     assert found.faults.keys() == {BAD}
-    actions = diff(replace(alone, goal=both_roots(alone.goal, planned(seen).goal)), facts()).actions
-    both = frozenset({"gpu-node", BAD})
-    assert found.actions == tuple(
-        replace(each, machines=both) if isinstance(each, StageDriverRoot) else each for each in actions
-    )
+    steps = diff(planned(sound), sound).actions
+    its_own = [each for each in steps if BAD in f"{getattr(each, 'path', '')}{getattr(each, 'machine', '')}"]
+    assert {type(each) for each in its_own} == {ChangeDevices, WriteFile}
+    assert found.actions == tuple(each for each in steps if each not in its_own)
 
 
 def test_an_error_in_the_steps_still_forbids_what_was_withdrawn(gpu_host: Host) -> None:
@@ -136,9 +136,9 @@ def test_an_error_in_the_steps_still_forbids_what_was_withdrawn(gpu_host: Host) 
     assert not [each for each in actions if isinstance(each, ChangeDevices)], "once"
 
 
-def without_handoff(seen: Facts) -> Facts:
+def without_handoff(seen: Facts, machine: str = MACHINE) -> Facts:
     """Return facts without that file, which no observation does."""
-    return replace(seen, files={path: each for path, each in seen.files.items() if path != handoff_file(MACHINE)})
+    return replace(seen, files={path: each for path, each in seen.files.items() if path != handoff_file(machine)})
 
 
 class Unforeseen(bytes):
@@ -204,11 +204,6 @@ def test_a_drop_in_that_is_not_text_is_not_an_error(gpu_host: Host) -> None:
     assert "InternalError" not in {each.reason for each in outcome.machines[0].conditions}
 
 
-def both_roots(alone: Goal, both: Goal) -> Goal:
-    """Return `alone` with the driver roots of `both`: all machines share them."""
-    return replace(alone, driver_roots=both.driver_roots, waiting_roots=both.waiting_roots)
-
-
 def test_an_error_in_evaluating_one_machine(gpu_host: Host) -> None:
     agent = two(gpu_host)
     agent.reconcile()
@@ -236,12 +231,10 @@ def test_no_report_prevents_the_withdrawal_of_a_permission(gpu_host: Host) -> No
     assert evaluated.fault.why.startswith("cannot read its report: ")
 
 
-@pytest.mark.parametrize(("seconds", "released"), [(STALE_AFTER - 60, False), (STALE_AFTER + 1, True)])
-def test_attack_nothing_prolongs_a_permission(gpu_host: Host, seconds: float, released: bool) -> None:
+def test_attack_nothing_prolongs_a_permission(gpu_host: Host) -> None:
     """The machine reports all the time, on a handoff that cannot be replaced, and keeps a node from being bound."""
     running(gpu_host)
     generation = parse_handoff(gpu_host.read(handoff_file(MACHINE))).generation
-    gpu_host.file(f"{report_directory(MACHINE)}/{REPORT_NAME}")
     gpu_host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", render_report(Report(generation, (), (), "", "", {})))
     agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
     gpu_host.full = ["/var/"]
@@ -254,13 +247,12 @@ def test_attack_nothing_prolongs_a_permission(gpu_host: Host, seconds: float, re
     live = seen.machines[0].live
     assert live
     assert live.kept_since > 0
-    live = replace(live, kept_since=live.kept_since - seconds)
-    seen = replace(seen, machines=(replace(seen.machines[0], live=live),))
-    found = agent.planned(seen)[-1]
-    forbidden = [
-        set(each.before.allow) - set(each.after.allow) for each in found.actions if isinstance(each, ChangeDevices)
-    ]
-    assert [DeviceAllow("/dev/char/195:1", "rw") in each for each in forbidden] == [released]
+    for seconds, released in ((STALE_AFTER - 60, False), (STALE_AFTER + 1, True)):
+        later = replace(live, kept_since=time.monotonic() - seconds)
+        machine = replace(seen.machines[0], live=later, report_age=1.0)
+        actions = agent.planned(replace(seen, machines=(machine,)))[-1].actions
+        (change,) = (each for each in actions if isinstance(each, ChangeDevices))
+        assert (DeviceAllow("/dev/char/195:1", "rw") in set(change.before.allow) - set(change.after.allow)) is released
 
 
 def test_a_parent_of_driver_roots_that_cannot_be_made_ends_no_pass(gpu_host: Host) -> None:

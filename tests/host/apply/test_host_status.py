@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 import pytest
 
 from agent.host.apply.steps import FRESH, publish_host_status
-from agent.model.conditions import Condition, ConditionType, Reason, Status, true
+from agent.model.conditions import Condition, ConditionType, Reason, true
 from agent.model.contract import HostStatus, parse_host_status, render_host_status
 from agent.model.paths import REMOVED, STATE, conditions_file, handoff_file
 from agent.system.copy import DOOR
@@ -122,18 +122,3 @@ def test_a_failure_is_reported_and_holds_up_no_other_machine(gpu_host: Host) -> 
         found = publish(gpu_host, {"another": READY, MACHINE: READY}, (MACHINE,), 1.0)
         assert [each.partition(":")[0] for each in found] == failures
         assert published(gpu_host).evaluated == 1.0
-
-
-def test_the_conditions_of_a_machine_without_the_settings(gpu_host: Host) -> None:
-    """They are not applicable, whatever the machine is."""
-    reconciler(gpu_host).reconcile()
-    units(gpu_host, "active")
-    kinds = {
-        ConditionType.NODE_CONDITION_SET: "node_condition",
-        ConditionType.VALIDATION_MARKERS_SET: "validation_markers",
-    }
-    plain = reconciler(gpu_host).reconcile().machines[0]
-    configured = reconciler(gpu_host, **dict.fromkeys(kinds.values(), True)).reconcile().machines[0]
-    for kind in kinds:
-        assert (plain.condition(kind).status, plain.condition(kind).reason) == (Status.TRUE, "NotApplicable")
-        assert (configured.condition(kind).status, configured.condition(kind).reason) == (Status.UNKNOWN, "NoReport")

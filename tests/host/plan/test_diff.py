@@ -14,9 +14,7 @@ from agent.model.facts import Absent, Broken, DeviceAllow, Facts, FileState, Uns
 from agent.model.goal import (
     ChangeDevices,
     MachineGoal,
-    ReloadUnits,
     RemoveDriverRoot,
-    RemoveFile,
     StageDriverRoot,
     WriteFile,
 )
@@ -30,6 +28,10 @@ FOREIGN = FileState(b"[Exec]\nBoot=yes\n", owned=False)
 
 def with_file(seen: Facts, path: str, state: FileState) -> Facts:
     return replace(seen, files={**seen.files, path: state})
+
+
+def outdated(path: str) -> Callable[[Facts, MachineGoal], Facts]:
+    return lambda seen, _: with_file(seen, path, FileState(MARK, owned=True))
 
 
 def changes(difference: Difference) -> list[ChangeDevices]:
@@ -74,34 +76,6 @@ def test_a_machine_whose_settings_are_refused_gets_nothing_new(
     assert not written(found) & {unit_drop_in(MACHINE), handoff_file(MACHINE)}
 
 
-class UnreadableFiles(dict[str, FileState]):
-    """Files of which the drop-in can only be looked up `looks` times."""
-
-    looks = 0
-
-    def __getitem__(self, path: str) -> FileState:
-        self.looks -= path == unit_drop_in(MACHINE)
-        if self.looks < 0:
-            raise OverflowError("unexpected")
-        return super().__getitem__(path)
-
-
-@pytest.mark.parametrize("looks", [0, 1])
-def test_a_machine_with_a_fault_gets_no_part_of_its_steps(looks: int) -> None:
-    """Otherwise its new devices, or a handoff that names them, would come without its settings."""
-    before = plan(CONFIG, facts(without_second_gpu())).goal.machines[0].live
-    seen = running(facts(), before)
-    planned = plan(CONFIG, seen)
-    files = UnreadableFiles(seen.files)
-    files.looks = looks
-    found = diff(planned, replace(seen, files=files))
-    assert found.faults.keys() == {MACHINE}
-    assert changes(found) == []
-    assert not written(found) & {
-        granted_file(MACHINE), handoff_file(MACHINE), nspawn_file(MACHINE), unit_drop_in(MACHINE)
-    }  # fmt: skip
-
-
 def test_a_machine_without_facts_holds_up_no_other() -> None:
     seen = facts()
     other = facts(machine="other")
@@ -121,18 +95,8 @@ def with_machine(seen: Facts, **fields: object) -> Facts:
     [
         (lambda seen, _: seen, [], False, False),
         # A start would use the old settings, but the running machine gets nothing from them.
-        (
-            lambda seen, _: with_file(seen, nspawn_file(MACHINE), FileState(MARK, owned=True)),
-            ["WriteFile"],
-            True,
-            False,
-        ),
-        (
-            lambda seen, _: with_file(seen, unit_drop_in(MACHINE), FileState(MARK, owned=True)),
-            ["WriteFile", "ReloadUnits"],
-            True,
-            False,
-        ),
+        (outdated(nspawn_file(MACHINE)), ["WriteFile"], True, False),
+        (outdated(unit_drop_in(MACHINE)), ["WriteFile", "ReloadUnits"], True, False),
         (lambda seen, _: replace(seen, reload_pending=True), ["ReloadUnits"], True, False),
         # Somebody else changed one of the unit's files.
         (lambda seen, _: with_machine(seen, unit_needs_reload=True), ["ReloadUnits"], True, False),
@@ -184,16 +148,6 @@ def test_a_machine_starts_only_with_both_of_its_files(path: str) -> None:
     assert startable(machine, with_file(seen, path, FileState(MARK + b" of an earlier goal", owned=True)))
     assert not startable(machine, replace(seen, reload_pending=True))
     assert not startable(replace(machine, unit_needs_reload=True), seen)
-
-
-def test_a_removal_is_read_by_systemd_in_the_same_pass() -> None:
-    """Later passes do not look at the unit of a machine whose drop-in is gone. A new handoff must not delay that."""
-    seen, _ = at_rest(facts())
-    seen = with_file(seen, unit_drop_in("old"), FileState(MARK, owned=True))
-    seen = with_file(seen, handoff_file(MACHINE), FileState(Absent(""), owned=False))
-    actions = diff(plan(CONFIG, seen), seen).actions
-    assert RemoveFile(unit_drop_in("old")) in actions
-    assert ReloadUnits() in actions
 
 
 def test_a_driver_that_waits_for_its_module_is_staged_last_and_once() -> None:

@@ -19,8 +19,9 @@ from agent.host.state.gpus import (
 )
 from agent.host.state.records import HANDED, MANIFEST, OWNED_FILES, Handed, Owned
 from agent.model.errors import DocumentError
-from agent.model.facts import GpuFault, Granted, StagedRoot
+from agent.model.facts import Absent, Broken, GpuFault, Granted, StagedRoot
 from agent.model.paths import GPUS
+from agent.system.trust import discarded
 from tests.fakes.facts import library
 from tests.fakes.host import Host
 
@@ -82,7 +83,8 @@ def host(tmp_path: Path) -> Host:
 def test_the_files_of_driver_roots_grants_and_owned_files() -> None:
     assert MANIFEST.render(ROOT) == MANIFEST_FILE
     assert MANIFEST.parse("", MANIFEST_FILE) == ROOT
-    assert MANIFEST.parse("", MANIFEST_FILE).place == "debian"
+    earlier = MANIFEST_FILE.replace(b',\n "place": "debian"', b"")
+    assert [MANIFEST.parse("", each).place for each in (MANIFEST_FILE, earlier)] == ["debian", ""]
     handed = Handed((0, 3))
     assert (HANDED.render(handed), HANDED.parse("", HANDED_BY_START)) == (HANDED_BY_START, handed)
     assert (OWNED_FILES.render(Owned({"/etc/a": DIGEST})), OWNED_FILES.parse("", OWNED).files) == (
@@ -161,7 +163,14 @@ def test_unknown_keys_of_the_file_of_gpus_are_ignored(host: Host) -> None:
 
 @pytest.mark.parametrize(
     ("parse", "data", "old", "new", "expected"),
+    # How keys are named is shown by tests/model/test_typed_json.py.
     [
+        (HANDED.parse, HANDED_BY_START, HANDED_BY_START, b"[]", "the document must be an object, not a list"),
+        (HANDED.parse, HANDED_BY_START, b' "version": 1,', b"", "key version is missing"),
+        (HANDED.parse, HANDED_BY_START, b'"version": 1', b'"version": 3', "version 3 is unknown"),
+        (HANDED.parse, HANDED_BY_START, b" 3", b' 3], "other": ["\\udc80"', "not JSON"),
+        (HANDED.parse, HANDED_BY_START, b" 3", b' 3], "other": [NaN', "not JSON"),
+        (HANDED.parse, HANDED_BY_START, b" 3", b' 3], "other": [' + b"[" * 100_000, "not JSON"),
         (MANIFEST.parse, MANIFEST_FILE, b'"source": "",', b"", r"key files[0].source is missing"),
         (MANIFEST.parse, MANIFEST_FILE, b'"size": 4,', b"", r"key files[1].size is missing"),
         (
@@ -190,3 +199,17 @@ def test_damage_is_refused_by_name(
     with pytest.raises(DocumentError) as caught:
         parse("file", data.replace(old, new))
     assert str(caught.value).startswith(f"file: {expected}")
+    assert parse != HANDED.parse or caught.value.hint == "no driver root is removed until the machine's next start"
+
+
+def test_only_damage_is_discarded(host: Host) -> None:
+    path = "/run/unbounded-agent/numbers.json"
+    assert isinstance(HANDED.read_seen(path, host), Absent)
+    assert HANDED.read(path, host) is None
+    host.file(path, "{")
+    assert isinstance(HANDED.read_seen(path, host), Broken)
+    assert "numbers.json" not in discarded()
+    assert HANDED.read(path, host) is None
+    assert discarded()["numbers.json"] == 1
+    HANDED.write(path, Handed((1,)), host)
+    assert HANDED.read(path, host) == Handed((1,))

@@ -240,28 +240,21 @@ def test_a_machine_without_gpus_says_what_its_other_devices_and_mounts_lack(
 
 
 def test_missing_devices_and_mounts_are_remarked_and_ready_stays() -> None:
-    config = configured(devices=["kvm"], extra_mounts=[{"source": "/srv/models", "target": "/srv/models"}])
-    seen, goal = at_rest(replace(facts(), vendors=(nvidia(), VendorFacts(OTHER_DEVICES))), config)
-    evaluated = conditions(seen, goal, config)
-    status, _, message = evaluated[ConditionType.DEVICES_PRESENT]
-    assert status is Status.TRUE
-    assert "; requested but missing: " in message
-    assert "kvm" in message
-    assert "/srv/models for /srv/models" in message
-    assert evaluated[ConditionType.READY][0] is Status.TRUE
-
-
-def test_a_mount_that_awaits_a_start_is_named() -> None:
-    """Its source appeared after the machine had started."""
-    config = configured(extra_mounts=[{"source": "/srv/models", "target": "/models"}])
-    there = {"/srv/models": MountSource("/srv/models", ("/srv", "/srv/models"))}
-    seen, goal = at_rest(replace(facts(), mount_sources=there), config)
-    remark = "; mounted at the machine's next start: /models"
-    assert remark not in conditions(seen, goal, config)[ConditionType.DEVICES_PRESENT][2]
-    before = changed(seen, live=replace(goal.live, mounts=()))
-    assert remark in conditions(before, goal, config)[ConditionType.DEVICES_PRESENT][2]
-    stopped = changed(before, unit_state="inactive")
-    assert remark not in conditions(stopped, goal, config)[ConditionType.DEVICES_PRESENT][2]
+    """A mount whose source appears after the machine has started awaits its next start."""
+    mounts = [{"source": f"/srv/{name}", "target": f"/{name}"} for name in ("gone", "late")]
+    config, later = configured(devices=["kvm"], extra_mounts=mounts), "; mounted at the machine's next start: /late"
+    there = {"/srv/late": MountSource("/srv/late", ("/srv", "/srv/late"))}
+    seen, goal = at_rest(replace(facts(), vendors=(nvidia(), VendorFacts(OTHER_DEVICES)), mount_sources=there), config)
+    started = changed(seen, live=replace(goal.live, mounts=()))
+    for now, waits in ((seen, False), (started, True), (changed(started, unit_state="inactive"), False)):
+        evaluated = conditions(now, goal, config)
+        status, _, message = evaluated[ConditionType.DEVICES_PRESENT]
+        assert status is Status.TRUE
+        assert "; requested but missing: " in message
+        assert "kvm" in message
+        assert "/srv/gone for /gone" in message
+        assert (later in message) is waits
+    assert conditions(started, goal, config)[ConditionType.READY][0] is Status.TRUE
 
 
 @pytest.mark.parametrize(("key", "kind"), [
