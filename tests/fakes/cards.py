@@ -6,10 +6,8 @@ from agent.host.state.gpus import record_lost
 from agent.model.facts import DrmDevice, PciDevice
 from agent.model.paths import LOADER_CACHE, PCI_DEVICES
 from tests.fakes.host import INFORMATION, Host, ScriptedRunner
-from tests.fakes.user_space import MAIN, cache_of
+from tests.fakes.user_space import LISTED, MAIN, cache_of, put
 
-LIBRARIES = "/usr/lib/x86_64-linux-gnu"
-ELF = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x03\x00\x3e\x00" + bytes(44)
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 
 
@@ -108,12 +106,10 @@ class CardHost(Host):
         """Replace the driver's files as a package manager does; without a version, remove them."""
         for path in Path(self.full_path("/usr")).rglob("lib*.so*"):
             path.unlink()
-        names = MAIN if version else ()
-        for name in names:
-            self.file(f"{LIBRARIES}/{name}.so.{version}", ELF, size=1000)
-            self.symlink(f"{LIBRARIES}/{name}.so.1", f"{name}.so.{version}")
+        if version:
+            put(self, LISTED, version, *MAIN)
         self.remove(LOADER_CACHE)
-        self.loader_cache(cache_of(*(f"{LIBRARIES}/{name}.so.1" for name in names)))
+        self.loader_cache(cache_of(*(f"{LISTED}/{name}.so.1" for name in MAIN if version)))
 
     def load_module(self, version: str) -> None:
         """Load the module of this version; without a version, unload it."""

@@ -91,5 +91,4 @@ COMPLETE = REQUEST._replace(
         )
     ),
 )
-LIVE = {device.path: DeviceNumber(device.major, device.minor) for device in REQUEST.devices}
 PRESENT = {f"{ROOT}/{file.target}" for file in COMPLETE.files}

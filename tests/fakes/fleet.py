@@ -5,7 +5,6 @@ The pages are what the service exports; hosts, GPUs and faults are invented.
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import threading
@@ -129,11 +128,6 @@ class Prometheus:
         """Return the memory of the process."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0]) << 10
-
-
-def available() -> bool:
-    """Return whether Prometheus is installed."""
-    return shutil.which("prometheus") is not None
 
 
 @contextmanager

@@ -21,8 +21,6 @@ from agent.cli.parser import COMMANDS, make_parser
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILLED = "gpu-node"
 """Stands for what a message fills in."""
-NAMES = {*COMMANDS}
-"""Commands that prose may name without their arguments."""
 HELP = (
     *("systemctl", "journalctl", "modprobe", "udevadm", "df", "du", "chmod", "chown", "dmesg", "ldconfig", "ls"),
     *("machinectl", "mokutil", "rm", "systemd-run", "umount", "dpkg", "tail", "grep", "sort"),
@@ -72,13 +70,11 @@ def texts(tree: ast.AST) -> Iterator[str]:
 
 
 @cache
-def quoted() -> frozenset[str]:
-    """Return what the agent's messages have in backquotes."""
-    found: set[str] = set()
-    for path in (REPOSITORY / "agent").rglob("*.py"):
-        for text in texts(ast.parse(path.read_text())):
-            found |= set(re.findall(r"`([^`\n]+)`", text))
-    return frozenset(re.sub(r"\{\w*\}", FILLED, each) for each in found)
+def texts_of_the_agent() -> dict[str, list[str]]:
+    """Return the strings of each module, by its path below agent/."""
+    top = REPOSITORY / "agent"
+    paths = [path.relative_to(top).as_posix() for path in top.rglob("*.py")]
+    return {path: [*texts(ast.parse((top / path).read_text()))] for path in paths}
 
 
 def test_messages_of_the_machine_say_where_to_run_their_commands() -> None:
@@ -86,9 +82,10 @@ def test_messages_of_the_machine_say_where_to_run_their_commands() -> None:
     asked = re.compile(r"`(systemctl|journalctl|dpkg|containerd|ctr|ldconfig -p`\)) (?!config dump)")
     unsaid = [
         text
-        for path in (REPOSITORY / "agent" / "machine").rglob("*.py")
-        for text in texts(ast.parse(path.read_text()))
-        if asked.search(text) and not re.search(r"\b(in the|in this|on the) (machine|host)\b", text)
+        for path, found in texts_of_the_agent().items()
+        for text in found
+        if path.startswith("machine/") and asked.search(text)
+        if not re.search(r"\b(in the|in this|on the) (machine|host)\b", text)
     ]
     # A part of a message that names the machine after it; and one whose output is the evidence, not an advice.
     assert [
@@ -96,22 +93,23 @@ def test_messages_of_the_machine_say_where_to_run_their_commands() -> None:
     ] == []
 
 
-def lines_of_doctor() -> Iterator[str]:
-    """Yield what `doctor` prints, in which commands are lines of their own, with a remark behind two spaces."""
-    for path in (*(REPOSITORY / "agent/cli/doctor").glob("*.py"), *(REPOSITORY / "agent/vendors").rglob("*.py")):
-        for text in texts(ast.parse(path.read_text())):
-            yield from text.partition("  #")[0].splitlines()
-
-
 @cache
 def commands() -> frozenset[str]:
-    """Return the commands, one program each. They may have values, for which FILLED stands."""
-    known = {*HELP, *OPTIONS}
-    lines = [each for each in lines_of_doctor() if len(each.split()) > 1]
-    lines = [re.sub(r"\$\(.*?\)", FILLED, each) for each in (*quoted(), *lines)]
+    """Return the commands, one program each. They may have values, for which FILLED stands.
+
+    Messages have them in backquotes. What `doctor` prints has them in lines of their own, with a remark behind two
+    spaces.
+    """
+    lines = list[str]()
+    for path, found in texts_of_the_agent().items():
+        for text in found:
+            lines += (re.sub(r"\{\w*\}", FILLED, each) for each in re.findall(r"`([^`\n]+)`", text))
+            if path.startswith(("cli/doctor/", "vendors/")):
+                lines += (each for each in text.partition("  #")[0].splitlines() if len(each.split()) > 1)
+    lines = [re.sub(r"\$\(.*?\)", FILLED, each) for each in lines]
     parts = [part.strip() for line in lines for part in re.split(r" && | \| | ; |; |, then: ", line)]
     parts = [re.sub(r"\{\w+\}", FILLED, re.sub(r"^sudo ", "", part)) for part in parts]
-    return frozenset(part for part in parts if part.split()[:1] and part.split()[0] in known) - PROSE
+    return frozenset(part for part in parts if part.split()[:1] and part.split()[0] in {*HELP, *OPTIONS}) - PROSE
 
 
 OURS = sorted(each for each in commands() if each.startswith("unbounded-agent "))
@@ -139,7 +137,8 @@ def test_each_command_was_run_against_its_fault_or_the_table_says_why_not() -> N
 
 def parses(command: str) -> bool:
     words = shlex.split(command)[1:]
-    if words == [FILLED] or " ".join(words) in NAMES:
+    # Prose names commands without their arguments.
+    if words == [FILLED] or " ".join(words) in COMMANDS:
         return True
     # `kube allocation` takes one of two words, which a message fills in.
     words = [
@@ -159,8 +158,7 @@ def test_our_own_commands_parse() -> None:
 
 @cache
 def help_of(program: str) -> str:
-    command = "settle" if program == "udevadm" else ""
-    argv = [program, *command.split(), "--help"]
+    argv = [program, *["settle"] * (program == "udevadm"), "--help"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
     return done.stdout + done.stderr
 
@@ -186,17 +184,9 @@ def test_options_of_other_programs_exist() -> None:
 
 @pytest.mark.processes
 def test_verbs_of_systemctl_exist() -> None:
-    text = help_of("systemctl")
-    verbs = set()
-    for command in OTHERS:
-        program, *words = shlex.split(command)
-        if program == "systemctl":
-            rest = iter(words)
-            for word in rest:
-                if word in ("-M", "-p"):
-                    next(rest)
-                elif not word.startswith("-"):
-                    verbs |= {word}
-                    break
+    # The first word that is no option, nor the value of one.
+    found = (re.match(r"systemctl(?: -[Mp] \S+| -\S+)* ([^-]\S*)", command) for command in OTHERS)
+    verbs = {match[1] for match in found if match} - {FILLED}
     assert "restart" in verbs
-    assert [verb for verb in sorted(verbs - {FILLED}) if not re.search(rf"^  {verb}\b", text, re.MULTILINE)] == []
+    text = help_of("systemctl")
+    assert [verb for verb in sorted(verbs) if not re.search(rf"^  {verb}\b", text, re.MULTILINE)] == []

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from integration.bed.machine import buildah
+from tests.fakes.programs import program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -24,34 +25,37 @@ def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def build(
     directory: Path,
     ends_with: str = "true",
-    program: str = "buildah",
+    builder: str = "buildah",
     name: str = "agent-ubuntu2404",
     options: str = "",
     checkout: Path = REPOSITORY,
 ) -> subprocess.CompletedProcess[str]:
     """Run containerfiles/build with limits of 512, and a program that records its arguments."""
-    builder = directory / program
-    builder.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{directory}/arguments\n{ends_with}\n')
-    builder.chmod(0o755)
-    command = f"{checkout}/containerfiles/build --with {program} {options} {name} example.org/base"
+    program(directory / builder, f'printf "%s\\n" "$@" >{directory}/arguments\n{ends_with}')
+    command = f"{checkout}/containerfiles/build --with {builder} {options} {name} example.org/base"
     path = f"{directory}:{os.environ['PATH']}"
     return run("bash", "-c", f"ulimit -n 512 && ulimit -u 512 && exec {command}", PATH=path)
 
 
-def contexts(directory: Path) -> dict[str, Path]:
-    arguments = (directory / "arguments").read_text().splitlines()
-    pairs = [value.partition("=") for option, value in pairwise(arguments) if option == "--build-context"]
-    return {name: Path(path) for name, _, path in pairs}
-
-
 def test_podman_and_docker_build_images_too(tmp_path: Path) -> None:
-    assert build(tmp_path, program="podman").returncode == 0
-    assert (tmp_path / "arguments").read_text().splitlines()[:3] == ["build", "--layers", "--pull=missing"]
-    assert build(tmp_path, program="docker").returncode == 0
-    arguments = (tmp_path / "arguments").read_text().splitlines()
-    assert arguments[:3] == ["buildx", "build", "--load"]
-    assert not {"--layers", "--isolation", "--ulimit", "--force-rm"} & set(arguments)
-    assert contexts(tmp_path).keys() == {"agent", "systemd", "packages"}
+    """A base is pulled if it is missing, and limits are not raised above the hard ones."""
+
+    def arguments(builder: str) -> list[str]:
+        assert build(tmp_path, builder=builder).returncode == 0
+        return (tmp_path / "arguments").read_text().splitlines()
+
+    found = arguments("buildah")
+    assert found[0] == "build"
+    # Since buildah 1.35, `--pull=false` means never.
+    assert [each for each in found if each.startswith("--pull")] == ["--pull=missing"]
+    assert "BASE=example.org/base" in found
+    assert [value for option, value in pairwise(found) if option == "--ulimit"] == ["nofile=512", "nproc=512"]
+    assert arguments("podman")[:3] == ["build", "--layers", "--pull=missing"]
+    found = arguments("docker")
+    assert found[:3] == ["buildx", "build", "--load"]
+    assert not {"--layers", "--isolation", "--ulimit", "--force-rm"} & set(found)
+    contexts = [value.partition("=")[0] for option, value in pairwise(found) if option == "--build-context"]
+    assert sorted(contexts) == ["agent", "packages", "systemd"]
 
 
 def test_the_machine_half_comes_from_its_packages_or_from_the_checkout(tmp_path: Path) -> None:
@@ -68,6 +72,10 @@ def test_the_machine_half_comes_from_its_packages_or_from_the_checkout(tmp_path:
     (tmp_path / "contents").unlink()
     assert build(tmp_path, record).returncode == 0
     assert {"unbounded-agent-gpu.service", "machine"} <= set((tmp_path / "contents").read_text().split())
+    # NVIDIA's toolkit comes from packages, unless it was compiled.
+    look = f'for each; do case $each in toolkit=*) ls "${{each#toolkit=}}" >{tmp_path}/toolkit ;; esac; done'
+    assert build(tmp_path, look, name="agent-ubuntu2404-nvidia").returncode == 0
+    assert (tmp_path / "toolkit").read_text() == ""
 
 
 def test_files_of_any_checkout_get_the_same_owner_and_modes(tmp_path: Path) -> None:
@@ -101,12 +109,6 @@ def test_packages_must_be_there_once(tmp_path: Path, found: int, message: str) -
     assert message in finished.stderr
 
 
-def test_the_toolkit_comes_from_packages_unless_it_is_compiled(tmp_path: Path) -> None:
-    look = f'for each; do case $each in toolkit=*) ls "${{each#toolkit=}}" >{tmp_path}/toolkit ;; esac; done'
-    assert build(tmp_path, look, name="agent-ubuntu2404-nvidia").returncode == 0
-    assert (tmp_path / "toolkit").read_text() == ""
-
-
 @pytest.mark.parametrize(
     "arguments", [(), ("--with",), ("--with", "make", "agent-ubuntu2404"), ("--fast", "agent-ubuntu2404"), ("x",)]
 )
@@ -117,10 +119,10 @@ def test_a_wrong_argument_prints_the_usage(arguments: tuple[str, ...]) -> None:
     assert "localhost/unbounded-agent/NAME" not in finished.stderr.splitlines()[0]
 
 
-@pytest.mark.parametrize("program", ["buildah", "podman"])
-def test_a_build_that_fails_leaves_no_container_and_ends_with_a_sentence(tmp_path: Path, program: str) -> None:
+@pytest.mark.parametrize("builder", ["buildah", "podman"])
+def test_a_build_that_fails_leaves_no_container_and_ends_with_a_sentence(tmp_path: Path, builder: str) -> None:
     """Its layers would be in use by the container, so `rmi --prune` would fail after each later build."""
-    finished = build(tmp_path, "exit 125", program=program)
+    finished = build(tmp_path, "exit 125", builder=builder)
     assert finished.returncode == 1
     assert "--force-rm" in (tmp_path / "arguments").read_text().splitlines()
     last = finished.stderr.splitlines()[-1]
@@ -128,24 +130,12 @@ def test_a_build_that_fails_leaves_no_container_and_ends_with_a_sentence(tmp_pat
     assert last.endswith("containerfiles/build could not build agent-ubuntu2404; see the lines above")
 
 
-def test_a_base_is_pulled_if_it_is_missing_and_limits_are_not_raised_above_the_hard_ones(tmp_path: Path) -> None:
-    """Since buildah 1.35, `--pull=false` means never."""
-    assert build(tmp_path).returncode == 0
-    arguments = (tmp_path / "arguments").read_text().splitlines()
-    assert arguments[0] == "build"
-    assert [each for each in arguments if each.startswith("--pull")] == ["--pull=missing"]
-    assert "BASE=example.org/base" in arguments
-    limits = [value for option, value in pairwise(arguments) if option == "--ulimit"]
-    assert limits == ["nofile=512", "nproc=512"]
-
-
 def test_a_build_removes_no_layer_of_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' processes share a storage. Like buildah, the stand-in fails if a layer without a name is in use."""
-    builder, building = tmp_path / "buildah", tmp_path / "building"
+    building = tmp_path / "building"
     building.mkdir()
     script = f'build) touch {building}/$$; sleep 0.5; rm {building}/$$ ;; rmi) test -z "$(ls {building})" ;;'
-    builder.write_text(f"#!/bin/sh\ncase $1 in {script} esac\n")
-    builder.chmod(0o755)
+    program(tmp_path / "buildah", f"case $1 in {script} esac")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with ThreadPoolExecutor() as pool:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.fakes.programs import program
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MANIFESTS = REPOSITORY / "agent" / "manifests"
 ROLE = REPOSITORY / "deploy/ansible/roles/unbounded_agent/tasks/main.yml"
@@ -21,12 +23,16 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
-def documented() -> dict[str, str]:
-    """Return the settings in the table of docs/kubernetes.md, by the DaemonSet's names and by the chart's."""
-    text = (REPOSITORY / "docs" / "kubernetes.md").read_text()
-    rows = re.findall(r"^\| `(\w+)`(?: \(chart: `([\w.]+)`\))? \| `([^`]+)` \|", text, re.MULTILINE)
-    assert len(rows) == 4
-    return {key: value for name, chart, value in rows for key in (name, chart or name)}
+def tasks() -> list[dict[str, Any]]:
+    """Return the tasks of the role, also those of blocks."""
+    return [task for each in yaml.safe_load(ROLE.read_text()) for task in each.get("block", [each])]
+
+
+def run_with(place: Path, script: str, *argv: str) -> int:
+    """Return the exit code of a command that finds this stand-in for a program."""
+    program(place, script)
+    path = f"{place.parent}:{os.environ['PATH']}"
+    return subprocess.run(argv, cwd=place.parent, env={"PATH": path}, check=False).returncode
 
 
 @pytest.mark.parametrize("path", sorted(MANIFESTS.iterdir()), ids=lambda path: path.stem)
@@ -41,20 +47,17 @@ def test_a_manifest_says_what_it_is(path: Path) -> None:
 
 
 def test_the_device_plugin_has_the_documented_settings() -> None:
-    plugin = load("device-plugin")["spec"]["template"]["spec"]
+    """Those in the table of docs/kubernetes.md: by the DaemonSet's names, and by the chart's."""
+    text = (REPOSITORY / "docs" / "kubernetes.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`(?: \(chart: `([\w.]+)`\))? \| `([^`]+)` \|", text, re.MULTILINE)
+    plugin, values = load("device-plugin")["spec"]["template"]["spec"], load("device-plugin-values")
     (container,) = plugin["containers"]
     settings = {each["name"]: each["value"] for each in container["env"]}
     settings["runtimeClassName"] = plugin["runtimeClassName"]
-    assert {key: value for key, value in documented().items() if key in settings} == {
-        key: settings[key] for key in documented().keys() & settings.keys()
-    }
-    assert len(documented().keys() & settings.keys()) == 4
-
-
-def test_the_plugin_s_values_are_the_documented_settings() -> None:
-    values = load("device-plugin-values")
-    found = {key: value for key, value in documented().items() if key in values or key.partition(".")[0] in values}
-    assert found == {
+    documented = {name: value for name, _, value in rows}
+    assert len(documented) == 4
+    assert {name: settings[name] for name in documented} == documented
+    assert {chart or name: value for name, chart, value in rows} == {
         "runtimeClassName": values["runtimeClassName"],
         "nvidiaDriverRoot": values["nvidiaDriverRoot"],
         "cdi.nvidiaHookPath": values["cdi"]["nvidiaHookPath"],
@@ -86,14 +89,9 @@ def test_the_role_fetches_lists_of_packages_if_it_must(
     tmp_path: Path, broken: str, calls: list[str], status: int
 ) -> None:
     """Images of Debian for clouds have no lists, so that apt finds nothing that the package depends on."""
-    tasks = [task for each in yaml.safe_load(ROLE.read_text()) for task in each.get("block", [each])]
-    (script,) = [task["ansible.builtin.shell"] for task in tasks if task["name"] == "Install the copy"]
-    apt = f"#!/bin/sh\necho $1 >>calls\nif [ $1 = update ]; then touch lists; elif {broken}; then exit 100; fi\n"
-    (tmp_path / "apt-get").write_text(apt)
-    (tmp_path / "apt-get").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env={"PATH": path}, check=False)
-    assert done.returncode == status
+    (script,) = [task["ansible.builtin.shell"] for task in tasks() if task["name"] == "Install the copy"]
+    apt = f"echo $1 >>calls\nif [ $1 = update ]; then touch lists; elif {broken}; then exit 100; fi"
+    assert run_with(tmp_path / "apt-get", apt, "sh", "-c", script) == status
     assert (tmp_path / "calls").read_text().split() == calls
 
 
@@ -103,20 +101,15 @@ def test_the_role_fetches_lists_of_packages_if_it_must(
 )
 def test_the_role_refuses_only_an_invalid_configuration(tmp_path: Path, shown: str, code: int, accepted: bool) -> None:
     """`plan` has the same exit code if the machine does not exist yet, but then it prints the plan."""
-    tasks = [task for each in yaml.safe_load(ROLE.read_text()) for task in each.get("block", [each])]
-    copies = [task.get("ansible.builtin.copy", {}) for task in tasks]
+    copies = [task.get("ansible.builtin.copy", {}) for task in tasks()]
     (command,) = [each["validate"] for each in copies if "validate" in each]
-    (tmp_path / "unbounded-agent").write_text(f"#!/bin/sh\necho -n '{shown}'\nexit {code}\n")
-    (tmp_path / "unbounded-agent").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(shlex.split(command % "new.toml"), env={"PATH": path}, check=False)
-    assert (done.returncode == 0) is accepted
+    plan = f"echo -n '{shown}'\nexit {code}"
+    assert (run_with(tmp_path / "unbounded-agent", plan, *shlex.split(command % "new.toml")) == 0) is accepted
 
 
 def test_the_role_removes_no_package() -> None:
     """With --yes, apt-get removes what a new package conflicts with; so does the module apt."""
-    tasks = [task for each in yaml.safe_load(ROLE.read_text()) for task in each.get("block", [each])]
-    shells = [task["ansible.builtin.shell"] for task in tasks if "apt-get install" in str(task)]
-    modules = [task["ansible.builtin.apt"] for task in tasks if "ansible.builtin.apt" in task]
+    shells = [task["ansible.builtin.shell"] for task in tasks() if "apt-get install" in str(task)]
+    modules = [task["ansible.builtin.apt"] for task in tasks() if "ansible.builtin.apt" in task]
     assert ["--no-remove" in each for each in shells] == [True]
     assert [each.get("fail_on_autoremove") for each in modules] == [True, True]

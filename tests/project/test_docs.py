@@ -109,9 +109,8 @@ def test_pages_that_the_code_names_exist() -> None:
 
 def test_the_tests_of_each_promise_exist() -> None:
     """Each promise names at least one, and a test that was moved takes its name in the page along."""
-    rows = re.findall(r"^\| .* \| (.*) \|$", RELIABILITY.read_text().partition("## How to reproduce")[0], re.MULTILINE)[
-        1:
-    ]
+    table = RELIABILITY.read_text().partition("## How to reproduce")[0]
+    rows = re.findall(r"^\| .* \| (.*) \|$", table, re.MULTILINE)[1:]
     named = [re.findall(r"`((?:tests|integration)/[\w/.]+)`", row) for row in rows]
     assert len(rows) > 20
     assert [row for row, paths in zip(rows, named, strict=True) if not paths and "same run" not in row] == []

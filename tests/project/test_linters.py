@@ -20,13 +20,9 @@ def check(*argv: str | Path) -> None:
 
 
 @pytest.mark.processes
-def test_ruff() -> None:
-    check(sys.executable, "-m", "ruff", "check", ".")
-
-
-@pytest.mark.processes
-def test_ruff_format() -> None:
-    check(sys.executable, "-m", "ruff", "format", "--check", ".")
+@pytest.mark.parametrize("argument", ["check", "format --check"])
+def test_ruff(argument: str) -> None:
+    check(sys.executable, "-m", "ruff", *argument.split(), ".")
 
 
 @pytest.mark.processes

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.programs import program
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOST, MACHINE, DRA = "unbounded-agent", "unbounded-agent-machine", "unbounded-agent-machine-dra"
 CHANGELOG = """\
@@ -17,7 +19,6 @@ unbounded-agent (1.0) unstable; urgency=medium
 
  -- A <a@b.c>  Thu, 01 Jan 2026 00:00:00 +0000
 """
-INVOKE = '#!/bin/sh\necho "$@" >>"$LOG"\n'
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +55,8 @@ def invoked(
         return []
     log = tmp_path / "log"
     log.write_text("")
-    (tmp_path / "bin").mkdir(exist_ok=True)
     for name in ("deb-systemd-invoke", "deb-systemd-helper", "systemctl"):
-        (tmp_path / "bin" / name).write_text(INVOKE if name == logged else "#!/bin/sh\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+        program(tmp_path / "bin" / name, 'echo "$@" >>"$LOG"' if name == logged else "")
     (tmp_path / "run/systemd/system").mkdir(parents=True, exist_ok=True)
     text = re.sub(r"(?<!\w)/(etc|opt|run|usr/lib|var)\b", rf"{tmp_path}/\1", path.read_text())
     environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LOG": str(log)}
@@ -66,30 +65,29 @@ def invoked(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("package", [HOST, MACHINE, DRA])
-def test_an_upgrade_stops_nothing_and_restarts_what_runs(scripts: Path, tmp_path: Path, package: str) -> None:
-    """What it stopped would not start again until the machine boots: its units are not started at installation."""
-    before = [
-        *invoked(scripts, tmp_path, package, "prerm", "upgrade", "1.1"),
-        *invoked(scripts, tmp_path, package, "preinst", "upgrade", "1.0", "1.1"),
-        *invoked(scripts, tmp_path, package, "postrm", "upgrade", "1.1"),
-    ]
-    assert before == []
+@pytest.mark.parametrize(
+    ("package", "unit"),
+    [
+        (HOST, "unbounded-agent.service"),
+        (MACHINE, "unbounded-agent-gpu.timer"),
+        (DRA, "unbounded-agent-dra.service"),
+    ],
+)
+def test_an_upgrade_stops_nothing_and_restarts_what_runs(
+    scripts: Path, tmp_path: Path, package: str, unit: str
+) -> None:
+    """What it stopped would not start again until the machine boots: an installation starts nothing."""
+    for script, *arguments in (
+        ("preinst", "install"),
+        ("postinst", "configure", ""),
+        ("prerm", "upgrade", "1.1"),
+        ("preinst", "upgrade", "1.0", "1.1"),
+        ("postrm", "upgrade", "1.1"),
+    ):
+        assert invoked(scripts, tmp_path, package, script, *arguments) == [], (script, *arguments)
     ((action, *units),) = invoked(scripts, tmp_path, package, "postinst", "configure", "1.0")
     assert action == "try-restart"
-    expected = {
-        HOST: "unbounded-agent.service",
-        MACHINE: "unbounded-agent-gpu.timer",
-        DRA: "unbounded-agent-dra.service",
-    }
-    assert expected[package] in units
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("package", [HOST, MACHINE, DRA])
-def test_an_installation_starts_nothing(scripts: Path, tmp_path: Path, package: str) -> None:
-    assert invoked(scripts, tmp_path, package, "preinst", "install") == []
-    assert invoked(scripts, tmp_path, package, "postinst", "configure", "") == []
+    assert unit in units
 
 
 @pytest.mark.processes

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.programs import program
+
 SCRIPTS = Path(__file__).parents[2] / "deploy/debian"
 REMOVAL = SCRIPTS.parents[1] / "agent/system/removal.py"
 SETTINGS = "etc/systemd/nspawn/gpu-node.nspawn"
@@ -15,7 +17,7 @@ FILES = {
     "etc/systemd/system/systemd-nspawn@gpu-node.service.d/90-unbounded-agent.conf": "# Written by unbounded-agent\n",
     "run/systemd/system/unit": "",
 }
-SYSTEMCTL = """#!/bin/sh
+SYSTEMCTL = """\
 case "$*" in
     "show "*" systemd-nspawn@gpu-node.service") echo "ActiveState={state}" ;;
     "list-jobs "*" systemd-nspawn@gpu-node.service") printf "{jobs}" ;;
@@ -28,10 +30,10 @@ OWN_MOUNTS = ("unshare", "--mount", "--propagation", "private")
 JOB = r"4711 systemd-nspawn@gpu-node.service {} waiting\n"
 
 
-def write(tree: Path, *names: str) -> None:
-    for name in names:
+def write(tree: Path, *empty: str, **files: str) -> None:
+    for name, content in {**dict.fromkeys(empty, ""), **files}.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).touch()
+        (tree / name).write_text(content)
 
 
 def purge(tree: Path, state: str, jobs: str = "", package: str = "unbounded-agent", mounting: str = "") -> str:
@@ -40,11 +42,8 @@ def purge(tree: Path, state: str, jobs: str = "", package: str = "unbounded-agen
     `mounting` is run before it, in the same mount namespace, which nobody else sees.
     """
     script = (SCRIPTS / f"{package}.postrm").read_text()
-    files = {**FILES, "bin/systemctl": SYSTEMCTL.format(state=state, jobs=jobs)}
-    for name, content in files.items():
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).write_text(content)
-    (tree / "bin/systemctl").chmod(0o755)
+    write(tree, **FILES)
+    program(tree / "bin/systemctl", SYSTEMCTL.format(state=state, jobs=jobs))
     script = re.sub(r"(?<!\w)/(etc|opt|run|usr/lib|var)\b", rf"{tree}/\1", script)
     # As debian/rules does.
     script = script.replace("#REMOVAL#\n", REMOVAL.read_text())
@@ -75,18 +74,15 @@ def test_a_machine_that_runs_or_starts_keeps_its_settings(tmp_path: Path, state:
 
 def test_a_machine_without_settings_does_not_start_at_boot(tmp_path: Path) -> None:
     """The template's -U would change the owners of its files. A machine with foreign settings starts as before."""
-    names = {
-        name: f"etc/systemd/system/machines.target.wants/systemd-nspawn@{name}.service" for name in ("gpu-node", "b")
-    }
-    for link in names.values():
-        write(tmp_path, link)
-        (tmp_path / link).unlink()
-        (tmp_path / link).symlink_to("/usr/lib/systemd/system/systemd-nspawn@.service")
+    wanted = tmp_path / "etc/systemd/system/machines.target.wants"
+    wanted.mkdir(parents=True)
+    for name in ("gpu-node", "b"):
+        (wanted / f"systemd-nspawn@{name}.service").symlink_to("/usr/lib/systemd/system/systemd-nspawn@.service")
     message = purge(tmp_path, "inactive")
     assert "machine gpu-node no longer starts" in message
     assert "machinectl enable gpu-node" in message
     assert not (tmp_path / SETTINGS).exists()
-    assert {name for name, link in names.items() if (tmp_path / link).is_symlink()} == {"b"}
+    assert [link.name for link in wanted.iterdir()] == ["systemd-nspawn@b.service"]
 
 
 @pytest.mark.parametrize("copy", ["as-found.json", "as-found.copy.json"])
@@ -108,14 +104,12 @@ def test_each_node_that_is_left_is_named(tmp_path: Path) -> None:
 CLAIMS = "var/lib/unbounded-agent/dra/claims.json"
 
 
-def test_the_machine_half_s_state_is_removed(tmp_path: Path) -> None:
-    write(tmp_path, CLAIMS)
-    purge(tmp_path, "", package="unbounded-agent-machine")
-    assert not (tmp_path / "var/lib/unbounded-agent").exists()
-
-
 def test_what_the_wrong_package_left_is_purged_without_the_state_of_the_right_one(tmp_path: Path) -> None:
     """The packages conflict, so one of them replaced the other. dpkg still knows the scripts of the replaced one."""
+    write(tmp_path / "right", CLAIMS)
+    purge(tmp_path / "right", "", package="unbounded-agent-machine")
+    assert not (tmp_path / "right/var/lib/unbounded-agent").exists()
+
     manifest = "var/lib/unbounded-agent/driver-roots/0.json"
     write(tmp_path / "host", "var/lib/unbounded-agent/machines/gpu-node/handoff/handoff.json", manifest)
     purge(tmp_path / "host", "", package="unbounded-agent-machine")

@@ -48,23 +48,19 @@ def test_examples_are_valid() -> None:
 
 def commands_in(page: Path) -> set[str]:
     """Return the agent's commands in a page's code, without what follows that only a shell understands."""
-    code = re.findall(r"`([^`\n]+)`", page.read_text()) + re.findall(
-        r"^(?:\$ )?(unbounded-agent .*)$", page.read_text(), re.M
-    )
-    begun = (each.removeprefix("sudo ").removeprefix("$ ") for each in code)
+    code = re.findall(r"`([^`\n]+)`|^(?:\$ )?(unbounded-agent .*)$", page.read_text(), re.MULTILINE)
+    begun = ("".join(each).removeprefix("sudo ").removeprefix("$ ") for each in code)
     found = {re.split(r" *(?:[|#;>]|&&|  )", each)[0] for each in begun if each.startswith("unbounded-agent ")}
     # These are the usages of the reference.
     return {each for each in found if "[" not in each and "COMMAND ..." not in each}
 
 
-def written() -> list[str]:
-    return sorted({each for path in (*DOCS.rglob("*.md"), DOCS.parent / "README.md") for each in commands_in(path)})
-
-
 def test_commands_in_the_documentation_are_valid() -> None:
     # Prose names commands without their arguments.
     names = {*COMMANDS, "COMMAND --help"}
-    words = [shlex.split(command)[1:] for command in written()]
+    pages = (*DOCS.rglob("*.md"), DOCS.parent / "README.md")
+    written = {command for path in pages for command in commands_in(path)}
+    words = [shlex.split(command)[1:] for command in sorted(written)]
     assert [each for each in words if " ".join(each) not in names and not is_valid(each)] == []
     assert len(words) > 50
 
@@ -106,14 +102,11 @@ def test_a_host_with_eight_gpus_has_few_series() -> None:
     """With a node of every kind, and an Xid error of every GPU."""
     facts = eight_gpus.facts()
     (vendor,) = facts.vendors
+    assert isinstance(vendor.devices, tuple)
     others = [kind for kind in DeviceKind if kind is not DeviceKind.GPU]
-    nodes = tuple(DeviceNode(f"/dev/{kind}", kind, DeviceNumber(511, minor)) for minor, kind in enumerate(others))
-    own = (
-        tuple(node for node in vendor.devices if node.kind is DeviceKind.GPU)
-        if isinstance(vendor.devices, tuple)
-        else ()
-    )
-    view = eight_gpus.view(observed=replace(facts, vendors=(replace(vendor, devices=(*own, *nodes)),)))
+    nodes = [DeviceNode(f"/dev/{kind}", kind, DeviceNumber(511, minor)) for minor, kind in enumerate(others)]
+    nodes += (node for node in vendor.devices if node.kind is DeviceKind.GPU)
+    view = eight_gpus.view(observed=replace(facts, vendors=(replace(vendor, devices=tuple(nodes)),)))
     body = eight_gpus.metrics(view).page(view, TEXT).body.decode()
     counts = {family.name: len(family.samples) for family in text_string_to_metric_families(body)}
     assert 100 < sum(counts.values()) <= SERIES_LIMIT, counts

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.programs import program
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.processes
@@ -20,9 +22,7 @@ def checkout(tmp_path: Path) -> Path:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, directory / name)
     (directory / ".gitignore").write_text("dist/\nbuild/\n")
-    failing = directory / "deploy/build-packages"
-    failing.write_text("#!/bin/sh\ntouch $3/half.deb\necho build >&2\nexit 1\n")
-    failing.chmod(0o755)
+    program(directory / "deploy/build-packages", "touch $3/half.deb\necho build >&2\nexit 1")
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
     for command in (["init", "--quiet"], ["add", "--all"], [*identity, "commit", "--quiet", "--message=c"]):
         subprocess.run(["git", "-C", directory, *command], check=True)

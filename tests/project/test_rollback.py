@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.programs import program
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILES = ("a.service", "a.socket", "a.target", "70-unbounded-agent.rules", "unbounded-agent.conf")
-KILLING = '#!/bin/sh\nif rm "$0.kill" 2>/dev/null; then kill -9 "$PPID"; fi\n'
+KILLING = 'if rm "$0.kill" 2>/dev/null; then kill -9 "$PPID"; fi'
 """A systemd-tmpfiles that kills the installer once, after the links and before the services."""
 
-FAILING = '#!/bin/sh\nif rm "$0.fail" 2>/dev/null; then : >"$2"; exit 1; fi\nexec /bin/cp "$@"\n'
+FAILING = 'if rm "$0.fail" 2>/dev/null; then : >"$2"; exit 1; fi\nexec /bin/cp "$@"'
 """A cp that fails once, and leaves an empty file."""
 
 
@@ -23,18 +25,15 @@ def root(tmp_path: Path) -> Path:
     for path in ("/opt/", "/usr/bin/", "/usr/local/lib/", "/usr/lib/", "/run/systemd/system"):
         script = script.replace(path, f"{tmp_path}{path}")
     (tmp_path / "install").write_text(script)
-    for directory in ("bin", "usr/bin", "usr/lib"):
+    for directory in ("usr/bin", "usr/lib"):
         (tmp_path / directory).mkdir(parents=True)
     for number in "123":
         installation = tmp_path / "opt/unbounded-agent" / number
-        (installation / "bin").mkdir(parents=True)
-        (installation / "bin/unbounded-agent").write_text(f"#!/bin/sh\necho release {number}\n")
-        (installation / "bin/unbounded-agent").chmod(0o755)
+        program(installation / "bin/unbounded-agent", f"echo release {number}")
         (installation / "host").mkdir()
         for name in FILES:
             (installation / "host" / name).touch()
-    (tmp_path / "bin/systemd-tmpfiles").write_text(KILLING)
-    (tmp_path / "bin/systemd-tmpfiles").chmod(0o755)
+    program(tmp_path / "bin/systemd-tmpfiles", KILLING)
     return tmp_path
 
 
@@ -43,9 +42,13 @@ def link(root: Path, **links: str) -> None:
         (root / "opt/unbounded-agent" / name.replace("former", ".former")).symlink_to(target)
 
 
-def roll_back(root: Path) -> int:
+def install(root: Path, *arguments: str) -> int:
     environment = {**os.environ, "PATH": f"{root}/bin:{os.environ['PATH']}"}
-    return subprocess.run(["bash", root / "install", "--rollback"], env=environment, check=False).returncode
+    return subprocess.run(["bash", root / "install", *arguments], env=environment, check=False).returncode
+
+
+def roll_back(root: Path) -> int:
+    return install(root, "--rollback")
 
 
 def installed(root: Path) -> dict[str, str]:
@@ -72,8 +75,7 @@ def test_a_file_that_could_not_be_copied_is_not_put_in_place(root: Path) -> None
     link(root, current="2", previous="1")
     for number in "12":
         (root / "opt/unbounded-agent" / number / "host/a.service").write_text(f"# release {number}\n")
-    (root / "bin/cp").write_text(FAILING)
-    (root / "bin/cp").chmod(0o755)
+    program(root / "bin/cp", FAILING)
     (root / "bin/cp.fail").touch()
     assert roll_back(root) == 1
     assert installed(root) == {"current": "2", "previous": "1"}
@@ -88,8 +90,7 @@ def test_a_file_that_could_not_be_copied_is_not_put_in_place(root: Path) -> None
 def test_the_files_of_the_package_are_not_replaced(root: Path, status: str, refused: bool) -> None:
     """dpkg would not know, and the removal of the package would remove the program of this installation."""
     link(root, current="2", previous="1")
-    (root / "bin/dpkg-query").write_text(f"#!/bin/sh\nprintf {status}\n")
-    (root / "bin/dpkg-query").chmod(0o755)
+    program(root / "bin/dpkg-query", f"printf {status}")
     assert roll_back(root) == (1 if refused else 0)
     assert (root / "usr/bin/unbounded-agent").is_symlink() != refused
 
@@ -97,9 +98,6 @@ def test_the_files_of_the_package_are_not_replaced(root: Path, status: str, refu
 def test_the_distribution_s_python_is_used(root: Path) -> None:
     """root's PATH may begin with another one, in /root, where the service's sandbox does not let it run."""
     for directory in ("usr/bin", "bin"):
-        (root / directory / "python3").write_text(f"#!/bin/sh\ntouch {root}/asked-{directory[:3]}\nexit 1\n")
-        (root / directory / "python3").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{root}/bin:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", root / "install"], env=environment, capture_output=True, check=False)
-    assert done.returncode == 1
+        program(root / directory / "python3", f"touch {root}/asked-{directory[:3]}\nexit 1")
+    assert install(root) == 1
     assert [path.name for path in root.glob("asked-*")] == ["asked-usr"]

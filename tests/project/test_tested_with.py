@@ -53,31 +53,25 @@ def test_only_the_table_of_the_page_is_replaced() -> None:
 
 
 def test_a_run_may_have_several_files(tmp_path: Path) -> None:
-    files = []
     for shard in ("node", "drivers"):
         (tmp_path / shard).mkdir()
-        files.append(results(tmp_path / shard, case(f"test_{shard}", "a", ("runc", "1.1"))))
+    files = (results(tmp_path / each, case(f"test_{each}", "a", ("runc", "1.1"))) for each in ("node", "drivers"))
     assert table(*files).splitlines()[-1] == "| runc | 1.1 | test_drivers (1), test_node (1) |"
 
 
-@pytest.mark.parametrize(
-    ("outcome", "expected"), [("failure", "failed"), ("error", "failed"), ("skipped", "was skipped")]
-)
-def test_an_incomplete_run_makes_no_table(tmp_path: Path, outcome: str, expected: str) -> None:
-    bad = case("test_pods", "b", outcome=f'<{outcome} message="x"/>')
-    path = results(tmp_path, case("test_pods", "a", ("runc", "1.1")), bad)
-    with pytest.raises(ValueError, match=rf"integration\.test_pods\.b {expected}"):
-        table(path)
+def test_an_incomplete_run_makes_no_table(tmp_path: Path) -> None:
+    for outcome, said in (("failure", "failed"), ("error", "failed"), ("skipped", "was skipped")):
+        bad = case("test_pods", "b", outcome=f'<{outcome} message="x"/>')
+        path = results(tmp_path, case("test_pods", "a", ("runc", "1.1")), bad)
+        with pytest.raises(ValueError, match=rf"integration\.test_pods\.b {said}"):
+            table(path)
+    with pytest.raises(ValueError, match="no test says"):
+        table(results(tmp_path, case("test_pods", "a")))
 
 
 def test_a_host_that_may_fail_is_in_the_table_only_if_it_passed(tmp_path: Path) -> None:
     failed = case("test_hosts", "b", ("host", "testing"), outcome='<skipped type="pytest.xfail" message="x"/>')
     assert "testing" not in table(results(tmp_path, case("test_pods", "a", ("runc", "1.1")), failed))
-
-
-def test_a_run_that_says_nothing_makes_no_table(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no test says"):
-        table(results(tmp_path, case("test_pods", "a")))
 
 
 def test_the_table_names_tests_that_exist() -> None:

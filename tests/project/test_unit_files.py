@@ -57,12 +57,11 @@ def settings(path: Path, section: str) -> dict[str, str]:
     return dict(parser[section])
 
 
-@pytest.fixture
-def analyze() -> str:
-    found = shutil.which("systemd-analyze")
-    if found is None:
-        pytest.skip("systemd-analyze is not installed (apt install systemd)")
-    return found
+def tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run one of systemd's tools."""
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed (apt install systemd)")
+    return subprocess.run([name, *arguments], capture_output=True, text=True, timeout=600)
 
 
 def test_no_unit_takes_the_whole_host() -> None:
@@ -75,15 +74,14 @@ def test_no_unit_takes_the_whole_host() -> None:
 
 
 @pytest.mark.processes
-def test_exposure_is_within_the_limit(analyze: str) -> None:
+def test_exposure_is_within_the_limit() -> None:
     for unit in SERVICES:
-        limit = EXPOSURE[unit.name]
-        argv = [analyze, "security", "--offline=yes", "--no-pager", f"--threshold={limit}", str(unit)]
-        finished = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+        threshold = f"--threshold={EXPOSURE[unit.name]}"
+        finished = tool("systemd-analyze", "security", "--offline=yes", "--no-pager", threshold, str(unit))
         assert finished.returncode == 0, finished.stdout + finished.stderr
         found = re.search(r"Overall exposure level for unbounded-agent.*\.service: (\d+)\.(\d)", finished.stdout)
         assert found
-        assert int(found[1]) * 10 + int(found[2]) <= limit
+        assert int(found[1]) * 10 + int(found[2]) <= EXPOSURE[unit.name]
 
 
 def test_prepare_makes_its_pass_in_the_sandbox_of_the_service() -> None:
@@ -101,14 +99,9 @@ def test_the_gpu_setup_acts_on_the_machines_own_mounts() -> None:
     """It unmounts nodes that are no longer granted: in a mount namespace of its own, it would unmount only there."""
     found = settings(GPU_SETUP, "Service")
     own_namespace = {
-        "PrivateTmp",
-        "PrivateDevices",
-        "ReadWritePaths",
-        "ReadOnlyPaths",
-        "InaccessiblePaths",
-        "ProcSubset",
+        *("PrivateTmp", "PrivateDevices", "ReadWritePaths", "ReadOnlyPaths", "InaccessiblePaths", "ProcSubset"),
+        *("BindPaths", "BindReadOnlyPaths", "TemporaryFileSystem", "MountFlags", "PrivateIPC"),
     }
-    own_namespace |= {"BindPaths", "BindReadOnlyPaths", "TemporaryFileSystem", "MountFlags", "PrivateIPC", "ProcSubset"}
     protections = {key for key in found if key.startswith("Protect")} - {"ProtectHostname", "ProtectClock"}
     assert not protections | (own_namespace & set(found))
     assert found["PrivateMounts"] == "no"
@@ -116,8 +109,12 @@ def test_the_gpu_setup_acts_on_the_machines_own_mounts() -> None:
 
 
 def test_a_program_that_takes_too_much_memory_does_not_end_the_gpu_setup() -> None:
-    """The run reports what was killed; and whatever happens to the run, containerd starts."""
+    """The run reports what was killed; and whatever happens to the run, containerd starts.
+
+    Nor does a program's output fill the memory.
+    """
     assert settings(GPU_SETUP, "Service")["OOMPolicy"] == "continue"
+    assert settings(GPU_SETUP, "Service")["LimitFSIZE"] == f"{FILE_LIMIT >> 20}M"
     drop_in = (UNITS / "machine/containerd.service.d/50-unbounded-agent.conf").read_text()
     assert f"\nWants={GPU_SETUP.name}\n" in drop_in
     for unit in UNITS.rglob("*"):
@@ -126,7 +123,7 @@ def test_a_program_that_takes_too_much_memory_does_not_end_the_gpu_setup() -> No
 
 
 @pytest.mark.processes
-def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
+def test_units_are_valid(tmp_path: Path) -> None:
     """The agent and the node's packages are not installed here: an existing program takes the agent's place."""
     units = sorted(str(path) for path in (UNITS / "machine").glob("unbounded-agent-*"))
     assert len(units) == 9
@@ -135,7 +132,7 @@ def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
         assert unit is SOCKET or "/usr/bin/unbounded-agent" in text
         units.append(str(tmp_path / unit.name.replace("@", "@gpu-node")))
         (tmp_path / unit.name).write_text(text.replace("/usr/bin/unbounded-agent", "/bin/true"))
-    finished = subprocess.run([analyze, "verify", "--man=no", *units], capture_output=True, text=True, timeout=600)
+    finished = tool("systemd-analyze", "verify", "--man=no", *units)
     our_warnings = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
     assert (finished.returncode, our_warnings) == (0, [])
 
@@ -150,9 +147,6 @@ def test_the_socket_listens_where_the_service_would() -> None:
 
 @pytest.mark.processes
 def test_tmpfiles_makes_what_the_service_writes(tmp_path: Path) -> None:
-    tool = shutil.which("systemd-tmpfiles")
-    if tool is None:
-        pytest.skip("systemd-tmpfiles is not installed (apt install systemd)")
     # systemd-tmpfiles resolves the owner's name in the tree.
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
@@ -162,8 +156,8 @@ def test_tmpfiles_makes_what_the_service_writes(tmp_path: Path) -> None:
     machines = tmp_path / paths.MACHINE_ROOTS[1:]
     machines.mkdir(parents=True)
     machines.chmod(0o755)
-    argv = [tool, f"--root={tmp_path}", "--create", str(TMPFILES)]
-    finished = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    create = ("systemd-tmpfiles", f"--root={tmp_path}", "--create", str(TMPFILES))
+    finished = tool(*create)
     if "Operation not permitted" in finished.stderr:
         pytest.skip("giving directories to root needs root")
     assert finished.returncode == 0, finished.stderr
@@ -175,16 +169,14 @@ def test_tmpfiles_makes_what_the_service_writes(tmp_path: Path) -> None:
     for path in (paths.STAGING, paths.MACHINE_ROOTS):
         assert (tmp_path / path[1:]).stat().st_mode & 0o7777 == 0o700
     # As systemd-tmpfiles-setup.service does at each boot. `systemctl soft-reboot` keeps /run.
-    subprocess.run([*argv, "--remove", "--boot"], check=True, capture_output=True, timeout=600)
+    assert tool(*create, "--remove", "--boot").returncode == 0
     assert not mark.exists()
     assert mark.parent.exists()
-
-
-def test_prepare_closes_the_directory_of_root_file_systems_outside_its_sandbox() -> None:
-    """A file system may have been mounted there since the boot, with a top directory that is open to all users."""
-    found = settings(PREPARE, "Service")
-    assert paths.MACHINE_ROOTS not in found["ReadWritePaths"].split(), "in the sandbox it is read-only"
-    assert found["ExecStartPre"] == "-+/usr/bin/systemd-tmpfiles --create unbounded-agent.conf"
+    # A file system may have been mounted there since the boot, with a top directory that is open to all users. In the
+    # sandbox of prepare, the directory is read-only, so this runs outside it.
+    prepare = settings(PREPARE, "Service")
+    assert paths.MACHINE_ROOTS not in prepare["ReadWritePaths"].split()
+    assert prepare["ExecStartPre"] == "-+/usr/bin/systemd-tmpfiles --create unbounded-agent.conf"
     assert f"\nz {paths.MACHINE_ROOTS} 0700 root root -\n" in TMPFILES.read_text()
 
 
@@ -288,6 +280,9 @@ def test_node_condition_runs_only_if_configured_or_to_be_withdrawn() -> None:
     conditions = re.findall(r"^Condition.*$", NODE_CONDITION.with_suffix(".timer").read_text(), re.MULTILINE)
     handoff = f"ConditionPathIsDirectory=|{paths.MACHINE_HANDOFF_DIRECTORY}"
     assert conditions == [handoff, f"ConditionPathExists=|{mark}"]
+    # It says why it ended before systemd ends it.
+    longest = node_condition.AGAIN_WITHIN + api_server.KUBECTL_LIMIT + api_server.REQUEST_LIMIT
+    assert int(settings(NODE_CONDITION, "Service")["TimeoutStartSec"]) > longest
 
 
 @pytest.mark.parametrize(("unit", "state"), [(NODE_CONDITION, paths.STATE), (DRA, paths.DRA_STATE)])
@@ -301,13 +296,6 @@ def test_services_of_the_machine_have_directories_of_their_own(unit: Path, state
     for other in sorted((UNITS / "machine").rglob("*.*")):
         if other.is_file() and other.stem != unit.stem:
             assert unit.stem not in other.read_text()
-
-
-def test_the_gpu_setup_runs_when_the_host_publishes_something_for_it() -> None:
-    lines = (UNITS / "machine" / "unbounded-agent-gpu.path").read_text()
-    assert re.findall(r"PathChanged=(.*)", lines) == [
-        f"{paths.MACHINE_HANDOFF_DIRECTORY}/{name}" for name in (paths.HANDOFF_NAME, paths.FABRIC_NAME)
-    ]
 
 
 def test_dra_runs_only_if_the_host_publishes_states_of_gpus_and_is_back_soon() -> None:
@@ -326,24 +314,16 @@ def test_dra_runs_only_if_the_host_publishes_states_of_gpus_and_is_back_soon() -
     assert not {"ProtectHostname", "ProtectHostnameEx"} & set(service)
 
 
-def test_what_changes_during_a_run_of_the_gpu_setup_causes_another_run() -> None:
+def test_what_the_host_publishes_causes_a_run_of_the_gpu_setup_also_during_a_run() -> None:
     """A start during a run only joins it. The other unit waits for the run, and OnSuccess= starts it once more."""
+    published = [f"{paths.MACHINE_HANDOFF_DIRECTORY}/{name}" for name in (paths.HANDOFF_NAME, paths.FABRIC_NAME)]
+    assert re.findall(r"PathChanged=(.*)", GPU_SETUP.with_suffix(".path").read_text()) == published
     again, setup = "unbounded-agent-gpu-again.service", "unbounded-agent-gpu.service"
     drop_in = (UNITS / "machine/containerd.service.d/50-unbounded-agent.conf").read_text()
     assert f"\nExecStartPost=-/usr/bin/systemctl --no-block start {again}\n" in drop_in
     assert again == SETUP_AGAIN
     unit = settings(UNITS / "machine" / again, "Unit")
     assert (unit["After"], unit["OnSuccess"], unit["OnSuccessJobMode"]) == (setup, setup, "fail")
-
-
-def test_no_program_of_the_machine_half_fills_the_memory_with_its_output() -> None:
-    unit = (UNITS / "machine/unbounded-agent-gpu.service").read_text()
-    assert f"\nLimitFSIZE={FILE_LIMIT >> 20}M\n" in unit
-
-
-def test_the_node_condition_says_why_it_ended() -> None:
-    longest = node_condition.AGAIN_WITHIN + api_server.KUBECTL_LIMIT + api_server.REQUEST_LIMIT
-    assert int(settings(NODE_CONDITION, "Service")["TimeoutStartSec"]) > longest
 
 
 def test_no_setting_is_newer_than_debian_12() -> None:
