@@ -145,7 +145,7 @@ def test_zsh(home: Path) -> None:
         for typed in CASES:
             (home / "offered").write_text("")
             os.write(terminal, f"{PROGRAM} {typed}\t\x18".encode())
-            wait_for(finished.exists, 30, typed)
+            wait_for(finished.exists, what=typed)
             finished.unlink()
             found[typed] = {*(home / "offered").read_text().split()}
             while select.select([terminal], [], [], 0)[0]:
