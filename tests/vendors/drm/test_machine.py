@@ -313,35 +313,30 @@ def test_a_drop_in_for_cdi_alone_is_restored(machine: Machine) -> None:
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 
-def test_another_vendors_gpus_come_and_go(machine: Machine) -> None:
-    """The vendor's drop-in replaces the one that only enabled CDI. It stays afterwards, because it enables CDI too."""
-    settled(machine)
-    machine.hand(INTEL, REQUEST)
-    settled(machine)
-    assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
-    machine.hand(INTEL, EMPTY)
-    settled(machine)
-    assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
-    # The message does not say that our drop-in is missing.
-    assert machine.message("RuntimeConfigured").endswith("shows CDI enabled; these GPUs need nothing else")
-    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+@pytest.mark.parametrize("place", ["/etc/containerd/conf.d/99-nvidia.toml", "/etc/cri/conf.d/20-gpu.part"])
+def test_another_vendors_gpus_come_and_go(machine: Machine, place: str) -> None:
+    """The vendor's drop-in replaces the one that only enabled CDI. It stays afterwards, because it enables CDI too.
 
-
-def test_a_runtime_at_a_configured_path_stays_while_its_gpus_are_removed(machine: Machine) -> None:
-    """A drop-in for CDI alone would have the same name: containerd would lose the handler, and restart twice."""
-    place = "/etc/cri/conf.d/20-gpu.part"
-    machine.hand(INTEL, REQUEST, containerd_drop_in=place)
+    At a configured path, the one for CDI alone would have the same name: containerd would lose the handler, and restart
+    twice.
+    """
+    configured = place if "/cri/" in place else ""
+    machine.hand(INTEL, EMPTY, containerd_drop_in=configured)
+    settled(machine)
+    machine.hand(INTEL, REQUEST, containerd_drop_in=configured)
     settled(machine)
     before = machine.read(place)
     assert b"nvidia-container-runtime" in before
-    machine.hand(INTEL, EMPTY, containerd_drop_in=place)
-    settled(machine)
-    assert machine.read(place) == before
-    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
-    machine.hand(INTEL, REQUEST, containerd_drop_in=place)
-    settled(machine)
-    assert machine.read(place) == before
+    for request in (EMPTY, REQUEST):
+        machine.hand(INTEL, request, containerd_drop_in=configured)
+        settled(machine)
+        assert machine.read(place) == before
+        assert machine.entries(place.rpartition("/")[0]) == (place.rpartition("/")[2],)
+        assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+        assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+        # The message does not say that our drop-in is missing.
+        ours_alone = machine.message("RuntimeConfigured").endswith("shows CDI enabled; these GPUs need nothing else")
+        assert ours_alone is (request == EMPTY)
     assert machine.report()["repairs"]["containerd"] == 0
 
 
@@ -439,25 +434,21 @@ def test_a_spec_of_another_format_is_refused() -> None:
     first, *others = base["devices"]
     edits = first["containerEdits"]
     foreign = others[1]["containerEdits"]["deviceNodes"]
+    documents: tuple[dict[str, Any], ...] = (
+        {"kind": "nvidia.com/gpu"}, {"cdiVersion": "1.1.0"}, {"cdiVersion": ["0.7.0"]},
+        {"containerEdits": {"env": ["A=b"]}}, {"devices": []}, {"devices": [first, *others[:-1]]},
+        {"devices": [{"name": "card0", "containerEdits": {}}, *others]},
+    )  # fmt: skip
+    of_device: tuple[dict[str, Any], ...] = (
+        {"env": ["A=b"]}, {"additionalGids": [0]}, {"additionalGids": 5}, {"mounts": [{}]},
+        {"deviceNodes": foreign + edits["deviceNodes"]},
+    )  # fmt: skip
     for faulty in (
         None,
         {key: value for key, value in base.items() if key != "devices"},
-        *(
-            base | part
-            for part in (
-                {"kind": "nvidia.com/gpu"}, {"cdiVersion": "1.1.0"}, {"cdiVersion": ["0.7.0"]},
-                {"containerEdits": {"env": ["A=b"]}}, {"devices": []}, {"devices": [first, *others[:-1]]},
-                {"devices": [{"name": "card0", "containerEdits": {}}, *others]},
-            )
-        ),
-        *(
-            base | {"devices": [{**first, "containerEdits": edits | part}, *others]}
-            for part in (
-                {"env": ["A=b"]}, {"additionalGids": [0]}, {"additionalGids": 5}, {"mounts": [{}]},
-                {"deviceNodes": foreign + edits["deviceNodes"]},
-            )
-        ),
-    ):  # fmt: skip
+        *(base | each for each in documents),
+        *(base | {"devices": [first | {"containerEdits": edits | each}, *others]} for each in of_device),
+    ):
         assert problems(faulty), faulty
 
 
