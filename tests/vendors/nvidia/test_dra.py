@@ -87,12 +87,11 @@ def test_one_failed_gpu_does_not_hide_the_others(tmp_path: Path) -> None:
 
 def test_one_failed_gpu_does_not_hide_the_mig_devices_of_others(tmp_path: Path) -> None:
     """`nvidia-smi -L` lists them, and then fails."""
+    lost = "Unable to determine the device handle for gpu 1: GPU is lost.  Reboot the system"
 
     def run(argv: tuple[str, ...], timeout: float) -> Completed:
-        if argv[1] == "-L":
-            lost = "Unable to determine the device handle for gpu 1: GPU is lost.  Reboot the system"
-            return Completed(15, f"{LISTED}{lost}\n\n".encode(), b"")
-        return answers()(argv, timeout)
+        failed = Completed(15, f"{LISTED}{lost}\n\n".encode(), b"")
+        return failed if argv[1] == "-L" else answers()(argv, timeout)
 
     found = facts(tmp_path, run, PART)[PART]
     assert (found.attributes["profile"], found.complete) == ("1g.10gb", True)

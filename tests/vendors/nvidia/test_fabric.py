@@ -1,16 +1,18 @@
 """FabricReady: what the GPUs say of their fabric counts; services and modules of the host only say where to look."""
 
 import pytest
+from msgspec.structs import replace
 
-from agent.model.conditions import Condition, Status
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import Absent, Broken, Driver, FabricService, Seen, Unseen, UserSpace, VendorFacts
 from agent.model.goal import Grant
 from agent.model.handoff import FabricAnswer
-from agent.vendors.host_vendor import FabricReport, Sources
+from agent.vendors.host_vendor import FabricReport
 from agent.vendors.nvidia.conditions import nvidia_conditions, remedies
 from agent.vendors.nvidia.driver import FABRIC_UNIT, PERSISTENCE_UNIT, fabric_cause
 from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.host import Host
+from tests.fakes.user_space import sources
 
 GPUS = tuple(f"0000:{bus}:00.0" for bus in ("1b", "43", "52", "61", "9d", "c3", "d1", "df"))
 NO_SWITCH = Absent("no NVSwitch")
@@ -22,9 +24,8 @@ def said(state: str, status: str = "N/A", gpus: tuple[str, ...] = GPUS) -> tuple
 
 
 def driver(fabric: Seen[str], service: FabricService) -> VendorFacts:
-    return VendorFacts(
-        "nvidia", driver=Driver("570.1", UserSpace(Absent(""), ()), fabric, "active", fabric_service=service)
-    )
+    found = Driver("570.1", UserSpace(Absent(""), ()), fabric, "active", fabric_service=service)
+    return VendorFacts("nvidia", driver=found)
 
 
 def ready(
@@ -84,17 +85,11 @@ def test_a_registration_that_failed_is_a_fault(status: str) -> None:
 
 
 @pytest.mark.parametrize("service", ["inactive", Absent("not installed"), Unseen("no answer"), "active"])
-def test_registered_gpus_need_no_other_proof(service: Seen[str]) -> None:
+@pytest.mark.parametrize("fabric", [NO_SWITCH, Unseen("no answer"), "activating"])
+def test_registered_gpus_need_no_other_proof(service: Seen[str], fabric: Seen[str]) -> None:
     """On the compute nodes of a rack, and in virtual machines, the Fabric Manager runs elsewhere."""
-    condition = ready(said("Completed", "Success"), NO_SWITCH, FabricService(service, 0, MODULES))
+    condition = ready(said("Completed", "Success"), fabric, FabricService(service, 0, MODULES))
     assert (condition.status, condition.reason) == (Status.TRUE, "FabricRegistered")
-
-
-def test_registered_gpus_outweigh_what_could_not_be_observed() -> None:
-    assert ready(said("Completed", "Success"), Unseen("no answer")).reason == "FabricRegistered"
-    assert ready(said("Completed", "Success"), "activating").reason == "FabricRegistered"
-    # Then programs that start fail with error 802 (nvidia-smi(1), Fabric Manager's ABORT_CUDA_JOBS_ON_FM_EXIT).
-    assert ready(said("Completed", "Success"), "failed").reason == "FabricManagerNotRunning"
 
 
 @pytest.mark.parametrize(("state", "status"), [("In Progress", "N/A"), ("Completed", "Insufficient Resources")])
@@ -109,6 +104,8 @@ def test_without_a_fabric_manager_one_unregistered_gpu_is_not_the_only_unusable_
     condition = ready(answers, fabric, FabricService("failed"))
     assert (condition.status, condition.reason, condition.gpus) == (Status.FALSE, reason, ())
     assert condition.message.endswith(f"; {GPUS[0]}: fabric.state {state}, fabric.status {status}")
+    # Also on registered GPUs (nvidia-smi(1), Fabric Manager's ABORT_CUDA_JOBS_ON_FM_EXIT).
+    assert ready(said("Completed", "Success"), fabric, FabricService("failed")).reason == reason
 
 
 @pytest.mark.parametrize("word", ["N/A", "[N/A]", "Not Supported"])
@@ -169,23 +166,18 @@ NONE = Absent("not found")
 
 def observed(host: Host, unit: Seen[str], started: Seen[int] = 4711, daemon: Seen[str] = NONE) -> Driver:
     units = {FABRIC_UNIT: unit, PERSISTENCE_UNIT: daemon}
-    sources = Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), units, lambda _: started)
-    facts = observe_nvidia(sources).driver
-    assert facts
-    return facts
-
-
-def service(host: Host, unit: Seen[str]) -> FabricService:
-    return observed(host, unit).fabric_service
+    found = observe_nvidia(replace(sources(host), units=units, started=lambda _: started)).driver
+    assert found
+    return found
 
 
 def test_the_host_says_where_to_look(host: Host) -> None:
     host.driver("570.1", gpus=1)
-    assert service(host, "active") == FabricService("active", 4711, MODULES)
+    assert observed(host, "active").fabric_service == FabricService("active", 4711, MODULES)
     host.make_directory("/sys/module/mlx5_ib")
-    assert service(host, "inactive") == FabricService("inactive", 4711, ("ib_umad",))
+    assert observed(host, "inactive").fabric_service == FabricService("inactive", 4711, ("ib_umad",))
     host.node("/dev/nvidia-nvswitch0", 510, 0)
-    assert service(host, "active").missing_modules == (), "older NVSwitches are PCI devices"
+    assert observed(host, "active").fabric_service.missing_modules == (), "older NVSwitches are PCI devices"
 
 
 def test_whatever_may_change_the_answer_is_published(host: Host) -> None:
@@ -207,28 +199,27 @@ def test_what_could_not_be_observed_is_no_change(host: Host, unit: Seen[str], st
     assert fabric_cause(observed(host, NONE, started, unit)) is None
 
 
+def commands(reason: str, service: FabricService, fabric: Seen[str] = NO_SWITCH) -> tuple[str, ...]:
+    return remedies(ConditionType.FABRIC_READY, reason, driver(fabric, service), frozenset())
+
+
 @pytest.mark.parametrize("modules", [(), MODULES])
 def test_doctor_restarts_no_unit_that_does_not_exist(modules: tuple[str, ...]) -> None:
     """In virtual machines and on trays of a rack, the fabric is managed elsewhere; a driver container has no unit."""
-    kind = ready(()).type
-    lines = remedies(kind, "FabricNotRegistered", driver(NO_SWITCH, FabricService(Absent(""), 0, modules)), frozenset())
-    (install,) = (line for line in lines if line.startswith("apt install"))
-    (enable,) = (line for line in lines if line.startswith("systemctl enable --now"))
-    assert "  # only if this host manages the fabric" in install
-    assert "  # only if this host manages the fabric" in enable
+    lines = commands("FabricNotRegistered", FabricService(Absent(""), 0, modules))
+    for start in ("apt install nvidia-fabricmanager-570", "systemctl enable --now"):
+        (line,) = (line for line in lines if line.startswith(start))
+        assert "  # only if this host manages the fabric" in line
     assert not [line for line in lines if "restart" in line or "unmask" in line]
-    lines = remedies(kind, "FabricNotRegistered", driver("running", FabricService("running", 0, modules)), frozenset())
+    lines = commands("FabricNotRegistered", FabricService("running", 0, modules), "running")
     assert not [line for line in lines if "systemctl" in line or "journalctl" in line]
     assert [line for line in lines if "restart the container" in line]
-    unseen = driver(NO_SWITCH, FabricService(Unseen("no answer"), 0, modules))
-    assert not [line for line in remedies(kind, "FabricFailed", unseen, frozenset()) if "restart" in line]
+    unseen = commands("FabricFailed", FabricService(Unseen("no answer"), 0, modules))
+    assert not [line for line in unseen if "restart" in line]
 
 
 def test_the_commands_fit_the_fault() -> None:
-    facts = driver(NO_SWITCH, FabricService("inactive", 0, MODULES))
     for reason in ("FabricRegistering", "FabricNotRegistered", "FabricFailed"):
-        lines = remedies(ready(()).type, reason, facts, frozenset())
+        lines = commands(reason, FabricService("inactive", 0, MODULES))
         assert lines[0].startswith("modprobe -a mlx5_ib ib_umad  #")
         assert "systemctl restart nvidia-fabricmanager" in lines
-    lines = remedies(ready(()).type, "FabricNotRegistered", driver(NO_SWITCH, FabricService(Absent(""))), frozenset())
-    assert lines[0].startswith("apt install nvidia-fabricmanager-570")

@@ -5,21 +5,19 @@ import pytest
 from agent.config.settings import Config
 from agent.host.plan.goal import select
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, VendorFacts
+from agent.model.facts import VendorFacts
 from agent.model.goal import DriverRoots, Grant, Share
-from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.contract import Instance, parse_instance
 from agent.vendors.nvidia.host import grant_nvidia, observe_nvidia
 from tests.fakes.host import INFORMATION, Host
+from tests.fakes.user_space import sources
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 GI, CI = "gpu0/mig/gi1/access", "gpu0/mig/gi1/ci0/access"
-CAPABILITIES = "/proc/driver/nvidia/capabilities"
 
 
 def observe(host: Host) -> VendorFacts:
-    return observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), {}))
+    return observe_nvidia(sources(host))
 
 
 def granted(facts: VendorFacts, **settings: object) -> Grant:
@@ -31,8 +29,8 @@ def capabilities(grant: Grant) -> dict[str, str]:
     return {node.capability: node.pci_address for node in grant.nodes if node.kind is DeviceKind.CAPABILITY}
 
 
-def devices_present(facts: VendorFacts) -> tuple[str, str]:
-    found = nvidia_conditions(facts, granted(facts))[1]
+def devices_present(facts: VendorFacts, **settings: object) -> tuple[str, str]:
+    found = nvidia_conditions(facts, granted(facts, **settings))[1]
     return f"{found.status}", found.message
 
 
@@ -53,9 +51,7 @@ def test_a_mig_device_comes_with_its_gpu_and_no_other(mig: Host) -> None:
     mig.capability("gpu7/mig/gi1/ci0/access", 958)
     assert capabilities(granted(observe(mig))) == {GI: FIRST, CI: FIRST}
     mig.capability("gpu1/mig/gi2/access", 156)
-    facts = observe(mig)
-    found = nvidia_conditions(facts, granted(facts, gpus=[FIRST]))[1]
-    assert "gi2" not in found.message
+    assert "gi2" not in devices_present(observe(mig), gpus=[FIRST])[1]
 
 
 def test_instances_of_a_gpu_under_another_minor_belong_to_that_gpu(mig: Host) -> None:
@@ -67,10 +63,6 @@ def test_instances_of_a_gpu_under_another_minor_belong_to_that_gpu(mig: Host) ->
     assert capabilities(granted(observe(mig), gpus=[SECOND])) == {GI: SECOND, CI: SECOND}
 
 
-def drop_node(host: Host, minor: int) -> None:
-    host.remove_file(f"/dev/nvidia-caps/nvidia-cap{minor}")
-
-
 @pytest.mark.parametrize("step", ["no compute instance", "no node of it", "no node of its GPU instance", "no node"])
 def test_an_incomplete_instance_is_named_and_holds_up_nothing(mig: Host, step: str) -> None:
     """NVML makes an instance step by step; another, complete instance of the same GPU stays in use."""
@@ -80,10 +72,9 @@ def test_an_incomplete_instance_is_named_and_holds_up_nothing(mig: Host, step: s
     else:
         mig.capability("gpu0/mig/gi2/ci0/access", 22)
         expected = f"MIG instance gi2/ci0 of {FIRST} is missing /dev/nvidia-caps/nvidia-cap"
-    if step in ("no node of it", "no node"):
-        drop_node(mig, 22)
-    if step in ("no node of its GPU instance", "no node"):
-        drop_node(mig, 21)
+    dropped = {"no node of it": (22,), "no node of its GPU instance": (21,), "no node": (21, 22)}.get(step, ())
+    for minor in dropped:
+        mig.remove_file(f"/dev/nvidia-caps/nvidia-cap{minor}")
     facts = observe(mig)
     assert capabilities(granted(facts)) == {GI: FIRST, CI: FIRST}
     assert [each.pci_address for each in facts.incomplete] == [FIRST]
@@ -95,33 +86,14 @@ def test_an_incomplete_instance_is_named_and_holds_up_nothing(mig: Host, step: s
 
 def test_a_destroyed_compute_instance_takes_its_gpu_instance_along(mig: Host) -> None:
     """The entry in procfs disappears. Both nodes stay in /dev, but they must not be granted."""
-    mig.remove_file(f"{CAPABILITIES}/{CI}")
+    mig.remove_file(f"/proc/driver/nvidia/capabilities/{CI}")
     assert capabilities(granted(observe(mig))) == {}
-    assert mig.exists("/dev/nvidia-caps/nvidia-cap13")
 
 
 def test_a_node_with_another_number_counts_as_missing(mig: Host) -> None:
     mig.node("/dev/nvidia-caps/nvidia-cap13", 508, 14, 0o444)
     facts = observe(mig)
     assert capabilities(granted(facts)) == {}
-    assert (
-        "/dev/nvidia-caps/nvidia-cap13: is 508:14, but the driver uses 508:13; remove the node and create it again"
-        in facts.problems
-    )
+    why = "is 508:14, but the driver uses 508:13; remove the node and create it again"
+    assert f"/dev/nvidia-caps/nvidia-cap13: {why}" in facts.problems
     assert "is missing /dev/nvidia-caps/nvidia-cap13" in facts.incomplete[0].why
-
-
-@pytest.mark.parametrize(
-    ("capability", "instance"),
-    [
-        ("gpu0/mig/gi1/access", Instance(0, 1)),
-        ("gpu12/mig/gi14/ci7/access", Instance(12, 14, 7)),
-        ("mig/config", None),
-        ("gpu0/mig/gi1", None),
-        (f"gpu0/mig/gi{'9' * 5000}/access", None),
-        ("gpu0/mig/gi1/ci0/accessory", None),
-        ("", None),
-    ],
-)
-def test_capabilities_by_name(capability: str, instance: Instance | None) -> None:
-    assert parse_instance(capability) == instance

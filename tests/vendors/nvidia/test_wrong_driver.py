@@ -3,12 +3,11 @@
 import pytest
 
 from agent.model.conditions import Reason
-from agent.model.facts import Absent, VendorFacts
 from agent.model.goal import Grant
-from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.conditions import nvidia_conditions, remedies
 from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.host import Host
+from tests.fakes.user_space import sources
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 
@@ -30,13 +29,9 @@ def bind(host: Host, driver: str, module: str = "", holders: tuple[str, ...] = (
             host.symlink(f"/sys/module/{module}/holders/{holder}", f"../../{holder}")
 
 
-def observed(host: Host) -> VendorFacts:
-    return observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), {}))
-
-
 def advice(host: Host) -> tuple[str, tuple[str, ...]]:
     """Return the message of DriverLoaded, and the commands that `doctor` prints."""
-    facts = observed(host)
+    facts = observe_nvidia(sources(host))
     condition = nvidia_conditions(facts, Grant("nvidia", (FIRST, SECOND)))[0]
     assert condition.reason == Reason.WRONG_DRIVER
     return condition.message, remedies(condition.type, condition.reason, facts, frozenset())
@@ -49,8 +44,7 @@ def test_nova_is_blacklisted_by_the_names_of_its_modules(bound: Host, holders: t
     message, lines = advice(bound)
     assert message == "the GPUs have kernel driver NovaCore; `unbounded-agent doctor` on the host has the commands"
     assert [line for line in lines if "blacklist " in line] == [
-        "echo 'blacklist nova_core' >> /etc/modprobe.d/blacklist-gpu.conf",
-        "echo 'blacklist nova_drm' >> /etc/modprobe.d/blacklist-gpu.conf",
+        f"echo 'blacklist {each}' >> /etc/modprobe.d/blacklist-gpu.conf" for each in ("nova_core", "nova_drm")
     ]
 
 

@@ -6,16 +6,17 @@ from hypothesis import strategies as st
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Absent, DeviceNode, DrmDevice, PciDevice, Unseen, VendorFacts
-from agent.vendors.host_vendor import Sources, parse_majors
+from agent.vendors.host_vendor import parse_majors
 from agent.vendors.nvidia.devices import Information, parse_information
 from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.host import PROC_DEVICES, Host
+from tests.fakes.user_space import sources
 
 CREATE_AGAIN, LOAD_AGAIN = (f"remove the node and {how} again" for how in ("create it", "load the driver"))
 
 
 def observe(host: Host) -> VendorFacts:
-    return observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), {}))
+    return observe_nvidia(sources(host))
 
 
 def nodes(facts: VendorFacts) -> tuple[DeviceNode, ...]:
@@ -35,19 +36,15 @@ def test_eight_gpus(host: Host) -> None:
     assert paths(facts, DeviceKind.GPU) == [f"/dev/nvidia{minor}" for minor in range(8)]
     assert [node.pci_address for node in nodes(facts)[:8]] == [gpu.pci_address for gpu in facts.gpus]
     assert [gpu.minor for gpu in facts.gpus] == list(range(8))
-    assert (facts.gpus[3].model, facts.gpus[3].uuid) == (
-        "NVIDIA H100 80GB HBM3",
-        "GPU-00000000-0000-4000-8000-000000000003",
-    )
-    by_kind = {kind: paths(facts, kind) for kind in DeviceKind}
-    assert by_kind[DeviceKind.CONTROL] == ["/dev/nvidiactl"]
-    assert by_kind[DeviceKind.MODESET] == ["/dev/nvidia-modeset"]
-    assert (by_kind[DeviceKind.UVM], by_kind[DeviceKind.UVM_TOOLS]) == (["/dev/nvidia-uvm"], ["/dev/nvidia-uvm-tools"])
-    assert len(by_kind[DeviceKind.DRI_CARD]) == len(by_kind[DeviceKind.DRI_RENDER]) == 8
-    majors = parse_majors(PROC_DEVICES)
-    assert majors["nvidia"] == majors["nvidiactl"] == 195
-    assert (majors["nvidia-caps"], majors["nvidia-caps-imex-channels"]) == (508, 509)
-    assert "sd" not in majors
+    known = ("NVIDIA H100 80GB HBM3", "GPU-00000000-0000-4000-8000-000000000003")
+    assert (facts.gpus[3].model, facts.gpus[3].uuid) == known
+    assert len(paths(facts, DeviceKind.DRI_CARD)) == len(paths(facts, DeviceKind.DRI_RENDER)) == 8
+    assert [(node.kind, node.path) for node in nodes(facts) if not node.pci_address] == [
+        (DeviceKind.CONTROL, "/dev/nvidiactl"),
+        (DeviceKind.MODESET, "/dev/nvidia-modeset"),
+        (DeviceKind.UVM, "/dev/nvidia-uvm"),
+        (DeviceKind.UVM_TOOLS, "/dev/nvidia-uvm-tools"),
+    ]
     numbers = {node.path: node.number for node in nodes(facts)}
     assert numbers["/dev/dri/card1"] == DeviceNumber(226, 1)._replace(mode=0o660)
 
@@ -144,37 +141,24 @@ def capabilities(facts: VendorFacts) -> dict[int, str]:
 @pytest.mark.scenario("002")
 def test_mig_capabilities_are_named_and_destroyed_instances_left_out(host: Host) -> None:
     mig_host(host)
+    named = {1: "mig/config", 2: "mig/monitor", 12: "gpu0/mig/gi1/access", 13: "gpu0/mig/gi1/ci0/access"}
     facts = observe(host)
-    assert facts.problems == ()
-    assert capabilities(facts) == {
-        1: "mig/config",
-        2: "mig/monitor",
-        12: "gpu0/mig/gi1/access",
-        13: "gpu0/mig/gi1/ci0/access",
-    }
-
-
-def test_capabilities_that_only_root_may_read_are_known_from_the_tables(host: Host) -> None:
-    mig_host(host)
+    assert (facts.problems, capabilities(facts)) == ((), named)
+    # Those that only root may read are known from the tables.
     host.file("/proc/driver/nvidia-caps/mig-minors", "config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi1/access 12\n")
     for name in ("mig/config", "gpu0/mig/gi1/access"):
         path = f"/proc/driver/nvidia/capabilities/{name}"
         host.failing[path] = PermissionError(13, "Permission denied", path)
-    assert capabilities(observe(host))[1] == "mig/config"
-    assert capabilities(observe(host))[12] == "gpu0/mig/gi1/access"
+    assert capabilities(observe(host)) == named
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "/dev",
-        "/proc/devices",
-        "/dev/nvidia-caps",
-        "/proc/driver/nvidia/capabilities/gpu0",
-        "/proc/driver/nvidia/gpus",
-        "/proc/driver/nvidia/gpus/0000:01:00.0/information",
+        "/dev", "/proc/devices", "/dev/nvidia-caps", "/proc/driver/nvidia/capabilities/gpu0",
+        "/proc/driver/nvidia/gpus", "/proc/driver/nvidia/gpus/0000:01:00.0/information",
     ],
-)
+)  # fmt: skip
 def test_a_failed_observation_makes_all_devices_unseen(host: Host, path: str) -> None:
     mig_host(host)
     host.failing[path] = PermissionError(13, "Permission denied", path)
@@ -218,10 +202,7 @@ def test_other_drivers_and_other_vendors(host: Host) -> None:
     host.drm += (DrmDevice("/dev/dri/card0", "0000:00:02.0"), DrmDevice("/dev/dri/card9", ""))
     facts = observe(host)
     assert facts.problems == ()
-    assert [(gpu.pci_address, gpu.driver) for gpu in facts.gpus] == [
-        ("0000:01:00.0", "nvidia"),
-        ("0000:02:00.0", "vfio-pci"),
-    ]
+    assert {gpu.pci_address: gpu.driver for gpu in facts.gpus} == {"0000:01:00.0": "nvidia", "0000:02:00.0": "vfio-pci"}
     assert paths(facts, DeviceKind.DRI_CARD) == ["/dev/dri/card1"]
 
 

@@ -75,14 +75,12 @@ def test_links_of_alternatives_are_resolved(driver: Host) -> None:
     driver.file(f"/usr/lib/nvidia/current/libglxserver_nvidia.so.{V}")
     driver.symlink("/usr/lib/nvidia/nvidia", "/etc/alternatives/nvidia")
     driver.symlink("/etc/alternatives/nvidia", "/usr/lib/nvidia/current")
-    driver.file("/etc/nvidia/current/nvidia-drm-outputclass.conf")
-    driver.symlink(
-        "/usr/share/X11/xorg.conf.d/nvidia-drm-outputclass.conf", "/etc/nvidia/current/nvidia-drm-outputclass.conf"
-    )
+    conf, link = "nvidia/current/nvidia-drm-outputclass.conf", "usr/share/X11/xorg.conf.d/nvidia-drm-outputclass.conf"
+    driver.file(f"/etc/{conf}")
+    driver.symlink(f"/{link}", f"/etc/{conf}")
     found = companions(driver)
     assert found["usr/lib/xorg/modules/drivers/nvidia_drv.so"].source == "/usr/lib/nvidia/current/nvidia_drv.so"
-    configuration = found["usr/share/X11/xorg.conf.d/nvidia-drm-outputclass.conf"]
-    assert configuration.source == "/etc/nvidia/current/nvidia-drm-outputclass.conf"
+    assert found[link].source == f"/etc/{conf}"
 
 
 def test_what_stays_on_the_host(driver: Host) -> None:
@@ -153,16 +151,14 @@ def test_the_backend_of_gbm_is_a_link_to_the_allocator(driver: Host) -> None:
     libraries(driver, SPLIT, V, "libnvidia-allocator")
     files = by_target(user_space(driver))
     assert files[f"{X86}/gbm/nvidia-drm_gbm.so"].link == f"../libnvidia-allocator.so.{V}"
+
+
+def test_firmware_is_found_where_the_kernel_looks_first(driver: Host) -> None:
     driver.file("/proc/sys/kernel/osrelease", "6.12.1\n")
-    for place in (
-        "/lib/firmware",
-        "/lib/firmware/6.12.1",
-        "/lib/firmware/updates",
-        "/lib/firmware/updates/6.12.1",
-        "/opt/fw",
-    ):
+    for place in ("/lib/firmware", "/lib/firmware/6.12.1", "/lib/firmware/updates", "/opt/fw"):
         driver.file(f"{place}/nvidia/{V}/gsp_ga10x.bin")
-    target = f"lib/firmware/nvidia/{V}/gsp_ga10x.bin"
-    assert companions(driver)[target].source == f"/lib/firmware/updates/6.12.1/nvidia/{V}/gsp_ga10x.bin"
+    best, target = "/lib/firmware/updates/6.12.1", f"lib/firmware/nvidia/{V}/gsp_ga10x.bin"
+    driver.file(f"{best}/nvidia/{V}/gsp_ga10x.bin")
+    assert companions(driver)[target].source == f"{best}/nvidia/{V}/gsp_ga10x.bin"
     driver.file("/sys/module/firmware_class/parameters/path", "/opt/fw\n")
     assert companions(driver)[target].source == f"/opt/fw/nvidia/{V}/gsp_ga10x.bin"

@@ -6,16 +6,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from agent.model.facts import Absent, Broken, Unseen, VendorFacts
+from agent.model.facts import Absent, Broken, Unseen
 from agent.model.paths import LOADER_CACHE
-from agent.vendors.nvidia.host import observe_nvidia
 from tests.fakes.facts import library
 from tests.fakes.host import Host
-from tests.fakes.user_space import MAIN, X86, by_target, cache_of, libraries, sources, user_space
+from tests.fakes.user_space import MAIN, X86, by_target, cache_of, libraries, user_space
 
-MPS = ("control", "server")
 WITH_WRAPPERS = "ubuntu-24.04-driver-580-in-usr-local-nvidia"
-FLAT = [f"usr/lib64/{name}.so.550.163.01" for name in MAIN]
 MAIN_FILES = [f"{X86}/{name}.so.550.163.01" for name in MAIN]
 
 
@@ -24,19 +21,15 @@ def test_debian_splits_the_driver_over_two_directories(host: Host) -> None:
     host.load("debian-13-driver-550")
     found = user_space(host, "550.163.01")
     files = by_target(found)
-    assert found.version == "550.163.01"
-    assert found.problems == ()
-    assert files[f"{X86}/libcuda.so.550.163.01"] == library(
-        target=f"{X86}/libcuda.so.550.163.01",
-        source="/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.550.163.01",
-        size=28712096,
-        mtime_ns=1_700_000_000 * 10**9,
-    )
-    assert files[f"{X86}/libnvidia-glcore.so.550.163.01"].source == "/" + f"{X86}/libnvidia-glcore.so.550.163.01"
-    assert files[f"{X86}/libcuda.so.1"].link == files[f"{X86}/libcuda.so"].link == "libcuda.so.550.163.01"
-    assert files[f"{X86}/libnvidia-nvvm.so.550.163.01"].source.endswith("/nvidia/current/libnvidia-nvvm.so.550.163.01")
-    assert files["usr/bin/nvidia-smi"].source == "/usr/lib/nvidia/current/nvidia-smi"
-    assert files["usr/bin/nvidia-smi"].executable
+    assert (found.version, found.problems) == ("550.163.01", ())
+    split = "/usr/lib/x86_64-linux-gnu/nvidia/current"
+    cuda, nanoseconds = "libcuda.so.550.163.01", 1_700_000_000 * 10**9
+    assert files[f"{X86}/{cuda}"] == library(f"{X86}/{cuda}", f"{split}/{cuda}", size=28712096, mtime_ns=nanoseconds)
+    assert files[f"{X86}/libnvidia-glcore.so.550.163.01"].source == f"/{X86}/libnvidia-glcore.so.550.163.01"
+    assert files[f"{X86}/libcuda.so.1"].link == files[f"{X86}/libcuda.so"].link == cuda
+    assert files[f"{X86}/libnvidia-nvvm.so.550.163.01"].source == f"{split}/libnvidia-nvvm.so.550.163.01"
+    program = files["usr/bin/nvidia-smi"]
+    assert (program.source, program.executable) == ("/usr/lib/nvidia/current/nvidia-smi", True)
 
 
 def test_a_driver_in_usr_local_nvidia_behind_wrapper_scripts(host: Host) -> None:
@@ -46,49 +39,38 @@ def test_a_driver_in_usr_local_nvidia_behind_wrapper_scripts(host: Host) -> None
     assert (found.version, found.problems, found.place_name) == ("580.159.04", (), "the host's loader cache")
     files = by_target(found)
     programs = {target: file.source for target, file in files.items() if target.startswith("usr/bin/")}
-    assert programs == {
-        f"usr/bin/{name}": f"/usr/local/nvidia/bin/{name}"
-        for name in (
-            "nvidia-smi",
-            "nvidia-debugdump",
-            "nvidia-persistenced",
-            *(f"nvidia-cuda-mps-{end}" for end in MPS),
-        )
-    }
+    names = ("smi", "debugdump", "persistenced", "cuda-mps-control", "cuda-mps-server")
+    assert programs == {f"usr/bin/nvidia-{name}": f"/usr/local/nvidia/bin/nvidia-{name}" for name in names}
     layer = "vulkan/implicit_layer.d/nvidia_layers.json"
     assert files[f"usr/share/{layer}"].source == f"/usr/local/nvidia/share/{layer}", "no usual directory has a link"
     assert files[f"{X86}/libcuda.so.1"].link == "libcuda.so.580.159.04"
 
 
-def prefix_behind_a_link(host: Host) -> None:
-    """Add a driver in a prefix of its own, which the loader cache names by a link, as Flatcar makes it."""
+@pytest.fixture
+def prefix(host: Host) -> Host:
+    """A host with a driver in a prefix of its own, which the loader cache names by a link, as Flatcar makes it."""
     libraries(host, "/opt/nvidia/580.1.2/lib64", "580.1.2", *MAIN)
     host.symlink("/opt/nvidia/current", "580.1.2")
     for directory in ("/opt/nvidia/580.1.2/bin", "/srv/bin", "/usr/bin"):
         host.file(f"{directory}/nvidia-smi", executable=True)
     host.loader_cache(cache_of(*(f"/opt/nvidia/current/lib64/{name}.so.580.1.2" for name in MAIN)))
+    return host
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, "/opt/nvidia/580.1.2/bin"),
-        ({"root": "/"}, "/opt/nvidia/580.1.2/bin"),
-        ({"root": "/", "binary_directories": ["/srv/bin"]}, "/srv/bin"),
-    ],
-)
-def test_programs_next_to_the_libraries_come_before_the_usual_ones_and_after_configured_ones(
-    host: Host, settings: dict[str, Any], expected: str
-) -> None:
-    prefix_behind_a_link(host)
-    found = by_target(user_space(host, "580.1.2", **settings))
-    assert found["usr/bin/nvidia-smi"].source == f"{expected}/nvidia-smi"
+def test_programs_next_to_the_libraries_come_before_the_usual_ones_and_after_configured_ones(prefix: Host) -> None:
+    expected: tuple[tuple[dict[str, Any], str], ...] = (
+        ({}, "/opt/nvidia/580.1.2"),
+        ({"root": "/"}, "/opt/nvidia/580.1.2"),
+        ({"root": "/", "binary_directories": ["/srv/bin"]}, "/srv"),
+    )
+    for settings, place in expected:
+        found = by_target(user_space(prefix, "580.1.2", **settings))
+        assert found["usr/bin/nvidia-smi"].source == f"{place}/bin/nvidia-smi"
 
 
-def test_another_users_directory_next_to_the_libraries_is_not_searched(host: Host) -> None:
-    prefix_behind_a_link(host)
-    host.owners["/opt/nvidia/580.1.2/bin"] = (0o755, 1000)
-    found = user_space(host, "580.1.2")
+def test_another_users_directory_next_to_the_libraries_is_not_searched(prefix: Host) -> None:
+    prefix.owners["/opt/nvidia/580.1.2/bin"] = (0o755, 1000)
+    found = user_space(prefix, "580.1.2")
     assert by_target(found)["usr/bin/nvidia-smi"].source == "/usr/bin/nvidia-smi"
     (problem,) = found.problems
     assert problem.startswith("not searched: /opt/nvidia/580.1.2/bin (the host's loader cache), because ")
@@ -143,74 +125,64 @@ class Choice(NamedTuple):
     """The chosen sources by name; all others must not be chosen."""
 
 
+def at(directory: str, *names: str) -> dict[str, str]:
+    return {name: f"{directory}/{name}" for name in names}
+
+
+def paths(directory: str, *names: str) -> tuple[str, ...]:
+    return tuple(at(directory, *names).values())
+
+
 OURS = ("libcuda.so.550.163.01", "libnvidia-ml.so.550.163.01")
 NEXT = ("libcuda.so.580.178.04", "libnvidia-ml.so.580.178.04")
-PLAIN = {name: f"/usr/lib64/{name}" for name in OURS}
+PLAIN = at("/usr/lib64", *OURS)
+OF_CUDA = paths("/usr/lib64", OURS[0])
+API, GLCORE = "libnvidia-api.so.1", "libnvidia-glcore.so.550.163.01"
 COMPAT = "/usr/local/cuda/compat"
-TWO = {"/usr/local/lib": (*NEXT, "libnvidia-api.so.1"), "/usr/lib64": (*OURS, "libnvidia-api.so.1")}
-BOTH = tuple(f"{directory}/{name}" for directory, names in TWO.items() for name in (names[2], names[0]))
+TWO = {"/usr/local/lib": (*NEXT, API), "/usr/lib64": (*OURS, API)}
+BOTH = (*paths("/usr/local/lib", API, NEXT[0]), *paths("/usr/lib64", API, OURS[0]))
 HWCAPS = "/usr/lib64/glibc-hwcaps/x86-64-v3"
 TOOLKITS = ("libnvidia-container.so.1.19.1", "libnvidia-container-go.so.1.19.1", "libnvidia-gtk3.so.550.163.01")
+SWITCHES = ("libnvidia-nscq.so.550.163.01", "libnvsdm.so.550.163.01")
 CHOICES = {
     # A CUDA compatibility directory has a libcuda of another version and no NVML, and may be first in the cache.
     **{
         f"compatibility directory {module}": Choice(
-            {COMPAT: ("libcuda.so.575.57.08", "libnvidia-api.so.1"), "/usr/lib64": (*OURS, "libnvidia-api.so.1")},
-            (
-                f"{COMPAT}/libcuda.so.575.57.08",
-                f"{COMPAT}/libnvidia-api.so.1",
-                PLAIN[OURS[0]],
-                "/usr/lib64/libnvidia-api.so.1",
-            ),
+            {COMPAT: ("libcuda.so.575.57.08", API), "/usr/lib64": (*OURS, API)},
+            (*paths(COMPAT, "libcuda.so.575.57.08", API), *paths("/usr/lib64", OURS[0], API)),
             module,
-            PLAIN | {"libnvidia-api.so.1": "/usr/lib64/libnvidia-api.so.1"},
+            at("/usr/lib64", *OURS, API),
         )
         for module in ("550.163.01", "575.57.08", "")
     },
     "compatibility directory of our version": Choice(
-        {COMPAT: OURS[:1], "/usr/lib64": OURS}, (f"{COMPAT}/{OURS[0]}", PLAIN[OURS[0]]), "", PLAIN
+        {COMPAT: OURS[:1], "/usr/lib64": OURS}, (*paths(COMPAT, OURS[0]), *OF_CUDA), "", PLAIN
     ),
     # A file with its own number comes from the chosen version's directory.
-    "two versions, the older loaded": Choice(
-        TWO, BOTH, "550.163.01", PLAIN | {"libnvidia-api.so.1": "/usr/lib64/libnvidia-api.so.1"}
-    ),
-    "two versions, the newer loaded": Choice(
-        TWO, BOTH, "580.178.04", {name: f"/usr/local/lib/{name}" for name in TWO["/usr/local/lib"]}
-    ),
-    "two versions, another loaded": Choice(
-        TWO, BOTH, "535.1.2", {name: f"/usr/local/lib/{name}" for name in TWO["/usr/local/lib"]}
-    ),
+    "two versions, the older loaded": Choice(TWO, BOTH, "550.163.01", at("/usr/lib64", *OURS, API)),
+    "two versions, the newer loaded": Choice(TWO, BOTH, "580.178.04", at("/usr/local/lib", *NEXT, API)),
+    "two versions, another loaded": Choice(TWO, BOTH, "535.1.2", at("/usr/local/lib", *NEXT, API)),
     "the loader's first": Choice(
         {"/opt/second": OURS, "/opt/first": OURS},
-        (f"/opt/first/{OURS[0]}", f"/opt/second/{OURS[0]}"),
+        (*paths("/opt/first", OURS[0]), *paths("/opt/second", OURS[0])),
         "",
-        {name: f"/opt/first/{name}" for name in OURS},
+        at("/opt/first", *OURS),
     ),
     "libcuda's directory before the loader's first": Choice(
-        {
-            "/opt/half": (OURS[1], "libnvidia-glcore.so.550.163.01"),
-            "/usr/lib64": (OURS[0], "libnvidia-glcore.so.550.163.01"),
-        },
-        (f"/opt/half/{OURS[1]}", PLAIN[OURS[0]]),
+        {"/opt/half": (OURS[1], GLCORE), "/usr/lib64": (OURS[0], GLCORE)},
+        (*paths("/opt/half", OURS[1]), *OF_CUDA),
         "",
-        {
-            OURS[0]: PLAIN[OURS[0]],
-            OURS[1]: f"/opt/half/{OURS[1]}",
-            "libnvidia-glcore.so.550.163.01": "/usr/lib64/libnvidia-glcore.so.550.163.01",
-        },
+        at("/usr/lib64", OURS[0], GLCORE) | at("/opt/half", OURS[1]),
     ),
     "for newer processors only": Choice(
-        {HWCAPS: OURS, "/usr/lib64": OURS}, (f"{HWCAPS}/{OURS[0]}", PLAIN[OURS[0]]), "", PLAIN
+        {HWCAPS: OURS, "/usr/lib64": OURS}, (*paths(HWCAPS, OURS[0]), *OF_CUDA), "", PLAIN
     ),
     "the toolkit's and nvidia-settings'": Choice(
-        {"/usr/lib64": (*OURS, *TOOLKITS)}, (*(f"/usr/lib64/{name}" for name in TOOLKITS), PLAIN[OURS[0]]), "", PLAIN
+        {"/usr/lib64": (*OURS, *TOOLKITS)}, (*paths("/usr/lib64", *TOOLKITS), *OF_CUDA), "", PLAIN
     ),
     # DCGM loads these by their sonames. Packages of their own install them in the driver's version.
     "for monitoring of switches": Choice(
-        {"/usr/lib64": (*OURS, "libnvidia-nscq.so.550.163.01", "libnvsdm.so.550.163.01")},
-        (PLAIN[OURS[0]],),
-        "",
-        {name: f"/usr/lib64/{name}" for name in (*OURS, "libnvidia-nscq.so.550.163.01", "libnvsdm.so.550.163.01")},
+        {"/usr/lib64": (*OURS, *SWITCHES)}, OF_CUDA, "", at("/usr/lib64", *OURS, *SWITCHES)
     ),
 }
 
@@ -242,26 +214,26 @@ def test_a_toolkits_stub_is_not_the_drivers(host: Host, name: str, way: str, fir
     host.file(real, size=100)
     if listed != real:
         host.symlink(listed, real)
-    ours = "/usr/lib64/libcuda.so.550.163.01"
-    host.loader_cache(cache_of(*((listed, ours) if first else (ours, listed))))
+    host.loader_cache(cache_of(*((listed, *OF_CUDA) if first else (*OF_CUDA, listed))))
     files = by_target(user_space(host, "550.163.01"))
-    assert {each.source for each in files.values() if not each.link} == {f"/{each}" for each in FLAT}
+    assert {each.source for each in files.values() if not each.link} == {*PLAIN.values()}
     assert {each.link for each in files.values() if each.link} <= {"libcuda.so.550.163.01"}
 
 
 def test_what_is_not_a_driver(host: Host) -> None:
     host.loader_cache(cache_of("/lib/x86_64-linux-gnu/libc.so.6", "/lib/x86_64-linux-gnu/libicudata.so.74"))
     assert isinstance(user_space(host).files, Absent)
-    for name in ("libcuda.so", "libnvidia-ml.so"):
-        host.file(f"{STUBS}/{name}", size=100)
-    host.loader_cache(cache_of(f"{STUBS}/libcuda.so", f"{STUBS}/libnvidia-ml.so"))
+    stubs = paths(STUBS, "libcuda.so", "libnvidia-ml.so")
+    for path in stubs:
+        host.file(path, size=100)
+    host.loader_cache(cache_of(*stubs))
     assert isinstance(user_space(host).files, Absent)
     libraries(host, "/usr/lib64", "550.163.01", "libnvidia-glcore")
     host.loader_cache(cache_of("/usr/lib64/libnvidia-glcore.so.550.163.01"))
     assert isinstance(user_space(host).files, Broken)
-    libraries(host, "/usr/local/cuda/compat", "575.57.08", "libcuda")
+    libraries(host, COMPAT, "575.57.08", "libcuda")
     libraries(host, "/usr/lib64", "550.163.01", "libnvidia-ml")
-    host.loader_cache(cache_of("/usr/local/cuda/compat/libcuda.so.575.57.08", "/usr/lib64/libnvidia-ml.so.550.163.01"))
+    host.loader_cache(cache_of(f"{COMPAT}/libcuda.so.575.57.08", f"/usr/lib64/{OURS[1]}"))
     found = user_space(host, "550.163.01")
     assert isinstance(found.files, Broken)
     assert "libcuda 575.57.08 and libnvidia-ml 550.163.01" in found.files.why
@@ -320,12 +292,3 @@ def test_facts_do_not_depend_on_the_order_of_directories_and_lines(host: Host) -
     header, *lines = host.runner.answers["/sbin/ldconfig", "-p"].stdout.decode().splitlines()
     host.loader_cache("\n".join([header, *reversed(lines)]))
     assert by_target(user_space(host)) == first
-
-
-@pytest.mark.scenario("002")
-def test_half_a_driver(host: Host) -> None:
-    host.load("ubuntu-24.04-driver-580")
-    facts: VendorFacts = observe_nvidia(sources(host))
-    assert facts.driver
-    assert isinstance(facts.driver.module_version, Absent)
-    assert facts.driver.user_space.version == "580.178.04"

@@ -83,11 +83,7 @@ def test_layers_and_opencl_with_paths(fedora: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        *("/x\0", "/x\ud800", "/x\ny"),
-        *("/usr/lib64/libother.so.1", "/usr/lib64/libnothing.so", "/usr/lib64/libcircle.so"),
-    ],
+    "path", ["/x\0", "/x\ud800", "/x\ny", *(f"/usr/lib64/lib{each}" for each in ("other.so.1", "none.so", "circle.so"))]
 )
 def test_a_path_to_another_library_or_to_none_is_named(fedora: Host, path: str) -> None:
     fedora.file("/usr/lib64/libother.so.1", X86_64)
@@ -111,10 +107,8 @@ def test_the_text_is_staged_and_recorded(host: Host) -> None:
     plain = library("b.json", "/etc/plain.json", size=5, mtime_ns=identity.mtime_ns)
     root = StagedRoot(0, "nvidia", VERSION, (changed, plain))
     stage(root, host)
-    assert host.read(f"{TREES}/0/a.json") == b"text\n"
-    assert host.mode(f"{TREES}/0/a.json") == 0o644
-    document = host.read(f"{MANIFESTS}/0.json")
-    assert MANIFEST.parse("0.json", document) == root
+    assert (host.read(f"{TREES}/0/a.json"), host.mode(f"{TREES}/0/a.json")) == (b"text\n", 0o644)
+    assert MANIFEST.parse("0.json", host.read(f"{MANIFESTS}/0.json")) == root
     host.file("/etc/nvidia_icd.json", "something longer")
     with pytest.raises(AgentError, match="changed while it was staged"):
         stage(replace(root, index=1), host)
@@ -122,10 +116,10 @@ def test_the_text_is_staged_and_recorded(host: Host) -> None:
 
 def test_a_directory_that_became_a_link_is_not_followed(host: Host) -> None:
     """A directory that becomes a link between the check and the copy could lead out of a driver's own root."""
-    host.file("/run/nvidia/driver/lib/libcuda.so", "right")
+    source = "/run/nvidia/driver/lib/libcuda.so"
+    host.file(source, "right")
     host.file("/secret/libcuda.so", "wrong")
-    identity = host.identity("/run/nvidia/driver/lib/libcuda.so")
-    file = library("libcuda.so", "/run/nvidia/driver/lib/libcuda.so", size=5, mtime_ns=identity.mtime_ns)
+    file = library("libcuda.so", source, size=5, mtime_ns=host.identity(source).mtime_ns)
     host.remove_tree("/run/nvidia/driver/lib")
     host.symlink("/run/nvidia/driver/lib", "/secret")
     with pytest.raises(AgentError, match="changed while it was staged"):
