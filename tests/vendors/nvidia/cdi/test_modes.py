@@ -19,10 +19,9 @@ from agent.machine.foreign_specs import NOTE
 from agent.machine.notes import OWNED_COPY, Context, Notes, Owned
 from agent.machine.run import REPORT, run
 from agent.model.device import DeviceNumber
-from agent.model.errors import AgentError
 from agent.model.facts import VendorFacts
 from agent.model.goal import DriverRoots
-from agent.model.handoff import GrantedDevice, GrantedFile, Request, Variable
+from agent.model.handoff import Request, Variable
 from agent.model.paths import OWNED
 from agent.model.text import MESSAGE_LIMIT
 from agent.system.files import System
@@ -30,23 +29,13 @@ from agent.system.process import Completed, TimeLimitError
 from agent.vendors.cdi import narrowed
 from agent.vendors.nvidia.host import grant_nvidia
 from agent.vendors.nvidia.machine import NvidiaMachine
-from agent.vendors.nvidia.nvidia_ctk import GENERATE_LIMIT, MODES, mode_command, verify_mode
-from tests.fakes.cdi_modes import (
-    FS,
-    GDRDRV,
-    INFINIBAND,
-    OTHERS,
-    WANTED,
-    answer,
-    published,
-    recorded,
-)
+from agent.vendors.nvidia.nvidia_ctk import GENERATE_LIMIT, MODES, verify_mode
+from tests.fakes.cdi_modes import FS, GDRDRV, INFINIBAND, OTHERS, WANTED, answer, published, recorded
 from tests.fakes.cdi_modes import machine as machine  # the fixture
 from tests.fakes.machine import (
     DEVICES,
     EMPTY,
     GPUS,
-    LIBRARIES,
     REQUEST,
     ROOT,
     Machine,
@@ -64,15 +53,12 @@ EDITS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("gds", lambda spec: edits(spec)["mounts"].append(ETC), "mount of '/etc'"),
     ("gds", lambda spec: edits(spec)["mounts"][0].update(containerPath="/etc"), "mount of '/run/udev'"),
     ("gds", lambda spec: edits(spec)["mounts"][0]["options"].remove("ro"), "mount of '/run/udev'"),
-    ("gds", lambda spec: edits(spec)["mounts"][0]["options"].append("suid"), "mount of '/run/udev'"),
     ("gds", lambda spec: edits(spec)["deviceNodes"].pop(), "device all has no node /dev/nvidia-fs1"),
     ("mofed", lambda spec: edits(spec)["deviceNodes"][0].update(major=1), "is 1:122 in the specification, but"),
-    ("mofed", lambda spec: edits(spec)["deviceNodes"][0].update(hostPath="/dev/sda"), "has unexpected fields"),
     ("mofed", lambda spec: edits(spec).update(hooks=[{"hookName": "prestart", "path": "/bin/sh"}]), "unexpected hook"),
     ("mofed", lambda spec: spec["containerEdits"]["env"].append("LD_PRELOAD=x"), "unexpected environment variable"),
     ("mofed", lambda spec: spec["containerEdits"].update(deviceNodes=[UVERBS]), "this mode"),
     ("imex", lambda spec: spec.update(devices=spec["devices"][:1]), "device all has no node"),
-    ("nvswitch", lambda spec: spec["containerEdits"].update(netDevices=[{"name": "eth0"}]), "unknown key netDevices"),
     ("management", lambda spec: spec["containerEdits"].pop("mounts"), "libcuda.so is not in it"),
 ]  # fmt: skip
 
@@ -109,11 +95,13 @@ def test_each_mode_is_published_next_to_the_gpus_spec(machine: Machine) -> None:
     assert sorted(generations(machine)) == sorted(["nvml", *MODES])
 
 
-def test_nothing_is_made_again_until_something_changes(machine: Machine) -> None:
+def test_a_mode_is_made_again_only_for_its_own_inputs(machine: Machine) -> None:
+    """A removed GPU causes only specifications that name GPUs to be made again: NVML may hang meanwhile."""
     run(machine)
     generations(machine)
     run(machine)
     assert generations(machine) == []
+    assert Notes(machine).load(NOTE) == {}, "our own files are not read as foreign ones"
     machine.put("/etc/cufile.json", "{}")
     run(machine)
     assert generations(machine) == ["gds"]
@@ -121,6 +109,18 @@ def test_nothing_is_made_again_until_something_changes(machine: Machine) -> None
     run(machine)
     assert generations(machine) == ["mofed"]
     assert spec_of(machine, "mofed") == recorded("mofed")
+    machine.hand(WANTED._replace(environment=(Variable("A", "B"),)), OTHERS)
+    run(machine)
+    assert generations(machine) == ["nvml"]
+    without = WANTED._replace(gpus=GPUS[:1], devices=tuple(each for each in WANTED.devices if each != DEVICES[1]))
+    machine.hand(without, OTHERS)
+    run(machine)
+    assert set(generations(machine)) == {"nvml", "management"}
+    nodes = {each["path"] for each in edits(spec_of(machine, "management"))["deviceNodes"]}
+    assert nodes & {"/dev/nvidia0", "/dev/nvidia1"} == {"/dev/nvidia0"}
+    machine.nodes[GDRDRV.path] = machine.nodes[GDRDRV.path]._replace(mode=0o600)
+    run(machine)
+    assert "gdrcopy" in generations(machine)
 
 
 GRANTED = (*WANTED.devices, *OTHERS.devices)
@@ -136,20 +136,25 @@ def test_a_spec_with_anything_else_is_refused(mode: str, edit: Callable[[dict[st
     assert expected in "; ".join(verify_mode(MODES[mode], spec, request, LIVE, PRESENT))
 
 
-@pytest.mark.parametrize("devices", [[3], {}, [{}], [{"name": "all"}], recorded("gds")["devices"] * 2])
-def test_a_malformed_specification_is_an_error_of_the_tool(machine: Machine, devices: object) -> None:
+def test_a_malformed_specification_is_an_error_of_the_tool(machine: Machine) -> None:
     run(machine)
-    malformed = {"devices": devices}
-    answer(machine, {"nvml": recorded_spec() | malformed, "gds": recorded("gds") | malformed})
-    machine.put("/usr/bin/nvidia-ctk", "changed")
-    assert machine.verdict("CDISpecCurrent") == ("False", "GenerationFailed")
-    assert machine.message("CDISpecCurrent").count("nvidia-ctk wrote a malformed CDI specification: ") == 2
+    malformed: tuple[object, ...] = ([3], {}, [{}], [{"name": "all"}], recorded("gds")["devices"] * 2)
+    for number, devices in enumerate(malformed):
+        answer(machine, {"nvml": recorded_spec() | {"devices": devices}, "gds": recorded("gds") | {"devices": devices}})
+        machine.put("/usr/bin/nvidia-ctk", f"build {number}")
+        assert machine.verdict("CDISpecCurrent") == ("False", "GenerationFailed")
+        assert machine.message("CDISpecCurrent").count("nvidia-ctk wrote a malformed CDI specification: ") == 2
     assert spec_of(machine, "gds") == recorded("gds"), "what was published stays"
+
+
+def fails(machine: Machine, *modes: str, why: bytes = b"level=error") -> None:
+    """Let nvidia-ctk fail in these modes."""
+    answer(machine, dict.fromkeys(modes, Completed(1, b"", why)))
 
 
 def test_a_failure_leaves_what_was_published(machine: Machine) -> None:
     run(machine)
-    answer(machine, {"gds": Completed(1, b"", b"level=error")})
+    fails(machine, "gds")
     machine.put("/etc/cufile.json", "{}")
     run(machine)
     assert spec_of(machine, "gds") == recorded("gds")
@@ -162,7 +167,7 @@ def test_a_failure_leaves_what_was_published(machine: Machine) -> None:
 
 def test_ready_does_not_depend_on_modes(machine: Machine) -> None:
     printed = b"time=1 level=info msg=Selecting\n" * 100 + b'time=2 level=error msg="empty device edits"\n'
-    answer(machine, dict.fromkeys(MODES, Completed(1, b"", printed)))
+    fails(machine, *MODES, why=printed)
     assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     message = machine.message("CDISpecCurrent")
     assert message.startswith("/etc/cdi/nvidia.yaml has "), "what GPUs have is not cut off"
@@ -173,7 +178,7 @@ def test_ready_does_not_depend_on_modes(machine: Machine) -> None:
 
 
 def test_a_failure_for_gpus_costs_no_mode(machine: Machine) -> None:
-    answer(machine, {"nvml": Completed(1, b"", b"level=error")})
+    fails(machine, "nvml")
     assert machine.verdict("CDISpecCurrent") == ("False", "GenerationFailed")
     assert all(f"; {published(mode)} has " in machine.message("CDISpecCurrent") for mode in MODES)
 
@@ -181,10 +186,10 @@ def test_a_failure_for_gpus_costs_no_mode(machine: Machine) -> None:
 def test_a_mode_that_the_tool_lacks(machine: Machine) -> None:
     answer(machine, {}, "1.18.2")
     assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
-    assert (
-        "; ModeNotServed: nvswitch: nvidia-ctk is 1.18.2, but 1.19.0 is needed for mode nvswitch "
-        "(install nvidia-container-toolkit 1.19.1 or newer in the image)"
-    ) in machine.message("CDISpecCurrent")
+    why = (
+        "nvidia-ctk is 1.18.2, but 1.19.0 is needed for mode nvswitch (install nvidia-container-toolkit 1.19.1 or newer"
+    )
+    assert f"; ModeNotServed: nvswitch: {why}" in machine.message("CDISpecCurrent")
     assert sorted(generations(machine)) == sorted({"nvml", *MODES} - {"nvswitch"})
 
 
@@ -213,7 +218,7 @@ def test_groups_of_nodes_are_left_out_for_an_old_containerd(machine: Machine) ->
 def test_a_removed_node_leaves_the_spec_before_the_machine(machine: Machine, made: bool) -> None:
     """nvidia-ctk lists the nodes in /dev, where the removed one still exists."""
     run(machine)
-    answer(machine, {} if made else {"gds": Completed(1, b"", b"level=error")})
+    fails(machine, *(() if made else ("gds",)))
     machine.hand(WANTED, OTHERS._replace(devices=(GDRDRV, *INFINIBAND, FS[0])))
     at_withdrawal = []
 
@@ -229,21 +234,11 @@ def test_a_removed_node_leaves_the_spec_before_the_machine(machine: Machine, mad
     assert ("out of date" in machine.message("CDISpecCurrent")) is not made
 
 
-def fail(machine: Machine, mode: str, *devices: GrantedDevice) -> None:
-    run(machine)
-    answer(machine, {mode: Completed(1, b"", b"level=error")})
-    machine.hand(WANTED, OTHERS._replace(devices=devices))
-
-
-def test_a_node_with_another_number_leaves_the_spec(machine: Machine) -> None:
-    """Containers get the number that is written."""
-    fail(machine, "gds", FS[0]._replace(major=240), FS[1])
-    run(machine)
-    assert [node["path"] for node in edits(spec_of(machine, "gds"))["deviceNodes"]] == [FS[1].path]
-
-
 def test_every_edit_is_narrowed() -> None:
-    """This includes edits that all devices share. A node without a number counts as the existing one."""
+    """This includes edits that all devices share. A node without a number counts as the existing one.
+
+    Containers get the number that is written, so a node with another one is not the granted one.
+    """
     nodes = [{"path": each.path} for each in FS]
     shared = {"deviceNodes": nodes, "env": ["A=B"]}
     spec = {"devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes}}], "containerEdits": shared}
@@ -251,11 +246,15 @@ def test_every_edit_is_narrowed() -> None:
         "devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes[1:]}}],
         "containerEdits": {"deviceNodes": nodes[1:], "env": ["A=B"]},
     }
+    numbered = [each | {"major": 237, "minor": number} for number, each in enumerate(nodes)]
+    written = {"devices": [{"name": "all", "containerEdits": {"deviceNodes": numbered}}]}
+    narrow: Any = narrowed(written, Request("nvidia", (), (FS[0]._replace(major=240), FS[1])))
+    assert edits(narrow)["deviceNodes"] == numbered[1:]
 
 
 def test_nothing_is_left_of_a_spec(machine: Machine) -> None:
     run(machine)
-    answer(machine, {"gdrcopy": Completed(1, b"", b"level=error " + b"x" * 1000)})
+    fails(machine, "gdrcopy", why=b"level=error " + b"x" * 1000)
     machine.hand(WANTED, OTHERS._replace(devices=(GDRDRV._replace(minor=1),)))
     run(machine)
     assert not machine.exists(published("gdrcopy"))
@@ -277,14 +276,11 @@ def test_a_fault_elsewhere_does_not_outdate_a_spec(machine: Machine, unreadable:
 
 @pytest.mark.parametrize("disk", ["full", "somebody wrote"])
 def test_a_spec_that_cannot_be_narrowed_is_removed(machine: Machine, disk: str) -> None:
-    fail(machine, "gds", FS[1])
+    run(machine)
+    fails(machine, "gds")
+    machine.hand(WANTED, OTHERS._replace(devices=(FS[1],)))
     if disk == "full":
-
-        def full(path: str) -> None:
-            if path == published("gds"):
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        machine.before_write = full
+        machine.before_write = failing(errno.ENOSPC, published("gds"))
     else:
         machine.put(published("gds"), "kind: nvidia.com/gds\ndevices: []\n")
     run(machine)
@@ -315,22 +311,23 @@ def test_without_a_device_there_is_no_spec(machine: Machine) -> None:
     assert machine.exists(published("mofed"))
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert machine.message("CDISpecCurrent").endswith("; no devices for mode gds, gdrcopy")
-
-
-@pytest.mark.parametrize("requests", [(WANTED._replace(cdi_modes=()), OTHERS), (EMPTY,), ()])
-def test_a_spec_that_is_no_longer_configured_is_removed(machine: Machine, requests: tuple[Request, ...]) -> None:
+    machine.hand(EMPTY._replace(cdi_modes=("mofed", "management")), OTHERS)
     run(machine)
-    machine.hand(*requests)
-    run(machine)
-    assert not any(machine.exists(published(mode)) for mode in MODES)
-    assert not any(published(mode) in json.loads(machine.read(OWNED))["paths"] for mode in MODES)
+    assert spec_of(machine, "mofed") == recorded("mofed"), "a machine without GPUs"
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "NotApplicable")
+    assert machine.message("CDISpecCurrent").endswith("; no devices for mode management")
 
 
-def test_a_foreign_file_stays(machine: Machine) -> None:
-    machine.put(published("gds"), "{}")
-    run(machine)
-    assert machine.read(published("gds")) == b"{}"
-    assert "was not written by the agent" in machine.message("CDISpecCurrent")
+def test_a_spec_that_is_no_longer_configured_is_removed(machine: Machine) -> None:
+    requests: tuple[tuple[Request, ...], ...] = ((WANTED._replace(cdi_modes=()), OTHERS), (EMPTY,), ())
+    for each in requests:
+        machine.hand(WANTED, OTHERS)
+        run(machine)
+        assert all(machine.exists(published(mode)) for mode in MODES)
+        machine.hand(*each)
+        run(machine)
+        assert not any(machine.exists(published(mode)) for mode in MODES)
+        assert not any(published(mode) in json.loads(machine.read(OWNED))["paths"] for mode in MODES)
 
 
 def foreign(kind: str) -> str:
@@ -340,6 +337,7 @@ def foreign(kind: str) -> str:
 def test_foreign_devices_are_not_made_useless(machine: Machine) -> None:
     """If the agent published the same names, runtimes would give those devices to no pod."""
     machine.put("/etc/cdi/site.yaml", foreign("nvidia.com/gds"))
+    machine.put(published("mofed"), "{}")
     collides = "/etc/cdi/nvidia-gds.yaml is not published, because pods already get nvidia.com/gds=all from"
     run(machine)
     for _ in range(2):
@@ -348,6 +346,8 @@ def test_foreign_devices_are_not_made_useless(machine: Machine) -> None:
         generations(machine)
         run(machine)
         assert generations(machine) == [], "what collides is not made again each minute"
+    assert "was not written by the agent" in machine.message("CDISpecCurrent")
+    assert machine.read(published("mofed")) == b"{}", "a file of somebody else in the place of ours"
     machine.drop("/etc/cdi/site.yaml")
     run(machine)
     assert spec_of(machine, "gds") == recorded("gds")
@@ -359,36 +359,20 @@ def test_foreign_devices_are_not_made_useless(machine: Machine) -> None:
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
 
 
-@pytest.mark.parametrize("gpus", [True, False])
-def test_a_spec_that_outranks_a_mode_is_named(machine: Machine, gpus: bool) -> None:
-    other = "/var/run/cdi/management.nvidia.com-gpu.yaml"
-    machine.put(other, foreign("management.nvidia.com/gpu"))
-    mode = "management" if gpus else "mofed"
-    if not gpus:
+@pytest.mark.parametrize("mode", ["management", "mofed"])
+def test_a_spec_that_outranks_a_mode_is_named(machine: Machine, mode: str) -> None:
+    """Also in a machine without GPUs."""
+    other, kind = "/var/run/cdi/other.yaml", MODES[mode].kind
+    machine.put(other, foreign(kind))
+    if mode == "mofed":
         machine.hand(EMPTY._replace(cdi_modes=(mode,)), OTHERS)
-        machine.put(other, foreign("nvidia.com/mofed"))
     run(machine)
     assert spec_of(machine, mode) == recorded(mode), "it is what remains when the other goes"
-    name = f"{MODES[mode].kind}=all"
-    expected = f"; ModeNotServed: {mode}: pods get {name} from {other} instead of {published(mode)}, whose"
+    expected = f"; ModeNotServed: {mode}: pods get {kind}=all from {other} instead of {published(mode)}, whose"
     assert expected in machine.message("CDISpecCurrent")
     machine.drop(other)
     run(machine)
     assert "ModeNotServed" not in machine.message("CDISpecCurrent")
-
-
-def test_our_own_files_are_not_read_as_foreign_ones(machine: Machine) -> None:
-    run(machine)
-    run(machine)
-    assert Notes(machine).load(NOTE) == {}
-
-
-def test_a_machine_without_gpus(machine: Machine) -> None:
-    machine.hand(EMPTY._replace(cdi_modes=("mofed", "management")), OTHERS)
-    run(machine)
-    assert spec_of(machine, "mofed") == recorded("mofed")
-    assert machine.conditions()["CDISpecCurrent"] == ("True", "NotApplicable")
-    assert machine.message("CDISpecCurrent").endswith("; no devices for mode management")
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -424,24 +408,6 @@ def test_no_mode_starts_nvml(machine: Machine) -> None:
         assert machine.entries(f"/run/unbounded-agent/state/cdi-nvidia-{mode}") == ()
 
 
-def test_a_mode_that_mounts_driver_files_searches_the_driver_root() -> None:
-    """libcuda.so's name then gives the version, because NVML does not; the 32-bit library has it too."""
-    library_32 = GrantedFile(f"usr/lib/i386-linux-gnu/libcuda.so.{REQUEST.driver_version}")
-    command = mode_command(MODES["management"], REQUEST._replace(files=(library_32, *REQUEST.files)), "/run/x")
-    assert f"--driver-root={ROOT}" in command
-    places = [each.partition("=")[2] for each in command if each.startswith("--library-search-path=")]
-    assert places == ["/run/x", f"{ROOT}/{LIBRARIES}"]
-    for mode in set(MODES) - {"management"}:
-        command = mode_command(MODES[mode], MODES[mode].request(WANTED, ()), "/run/x")
-        # 1.18 looks for the nodes of mofed below the driver root.
-        assert "--driver-root=/" in command
-        assert [each for each in command if each.startswith("--library-search-path=")] == [
-            "--library-search-path=/run/x"
-        ]
-    with pytest.raises(AgentError, match="needs the driver's files"):
-        mode_command(MODES["management"], REQUEST._replace(driver_root=""), "/run/x")
-
-
 def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """nvidia-ctk hangs in every mode, and twice for GPUs: TimeoutStartSec= could end the run before the report."""
     now, limits = [0.0], []
@@ -464,43 +430,20 @@ def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatc
     assert 2 * GENERATE_LIMIT + sum(limits) <= 0.8 * allowed
 
 
-def test_a_mode_is_made_again_only_for_its_own_inputs(machine: Machine) -> None:
-    """A removed GPU causes only specifications that name GPUs to be made again: NVML may hang meanwhile."""
-    run(machine)
-    generations(machine)
-    machine.hand(WANTED._replace(environment=(Variable("A", "B"),)), OTHERS)
-    run(machine)
-    assert generations(machine) == ["nvml"]
-    without = WANTED._replace(gpus=GPUS[:1], devices=tuple(each for each in WANTED.devices if each != DEVICES[1]))
-    machine.hand(without, OTHERS)
-    run(machine)
-    assert set(generations(machine)) == {"nvml", "management"}
-    nodes = [each["path"] for each in edits(spec_of(machine, "management"))["deviceNodes"]]
-    assert "/dev/nvidia0" in nodes
-    assert "/dev/nvidia1" not in nodes
-    machine.nodes[GDRDRV.path] = machine.nodes[GDRDRV.path]._replace(mode=0o600)
-    run(machine)
-    assert "gdrcopy" in generations(machine)
-
-
 @pytest.mark.parametrize(
-    ("settings", "accepted"),
+    ("modes", "devices", "accepted"),
     [
-        ({"cdi_modes": ["gds"]}, False),
-        ({"cdi_modes": ["gds"], "devices": ["nvidia-fs"]}, True),
-        ({"cdi_modes": ["mofed"], "devices": ["nvidia-fs"]}, False),
-        ({"cdi_modes": ["gdrcopy"], "devices": ["gdrcopy"]}, True),
-        ({"cdi_modes": ["imex"]}, False),
-        ({"cdi_modes": ["imex"], "imex_channels": True}, True),
-        ({"cdi_modes": ["nvswitch", "management"]}, True),
-        ({"cdi_modes": ["nvswitch", "nvswitch"]}, False),
-        ({"cdi_modes": ["csv"]}, False),
+        (["gds"], {}, False), (["gds"], {"devices": ["nvidia-fs"]}, True),
+        (["mofed"], {"devices": ["nvidia-fs"]}, False),
+        (["gdrcopy"], {"devices": ["gdrcopy"]}, True), (["imex"], {}, False), (["imex"], {"imex_channels": True}, True),
+        (["nvswitch", "management"], {}, True), (["nvswitch", "nvswitch"], {}, False), (["csv"], {}, False),
     ],
-)
-def test_a_mode_needs_its_devices(settings: dict[str, object], accepted: bool) -> None:
+)  # fmt: skip
+def test_a_mode_needs_its_devices(modes: list[str], devices: dict[str, object], accepted: bool) -> None:
+    settings = {"cdi_modes": modes, **devices}
     if accepted:
         granted = grant_nvidia(VendorFacts("nvidia"), MachineSettings.validated(settings), DriverRoots(()), ())
-        assert granted.cdi_modes == tuple(settings["cdi_modes"])  # type: ignore[arg-type]
+        assert granted.cdi_modes == tuple(modes)
         return
     with pytest.raises(ValidationError):
         MachineSettings.validated(settings)

@@ -52,13 +52,18 @@ def drop_node(spec: Spec, minor: int, *names: str) -> None:
         edits(spec, name)["deviceNodes"] = [each for each in nodes if not each["path"].endswith(f"cap{minor}")]
 
 
-def add_node(spec: Spec, name: str, path: str) -> None:
-    edits(spec, name)["deviceNodes"].append({"path": path, "major": 1, "minor": 3})
+def node(path: str | int) -> Spec:
+    path = path if isinstance(path, str) else f"/dev/nvidia-caps/nvidia-cap{path}"
+    return {"path": path, "major": 1, "minor": 3}
+
+
+def add_node(spec: Spec, name: str, path: str | int) -> None:
+    edits(spec, name)["deviceNodes"].append(node(path))
 
 
 def change_node(spec: Spec, name: str, old: int, new: int) -> None:
     drop_node(spec, old, name)
-    add_node(spec, name, f"/dev/nvidia-caps/nvidia-cap{new}")
+    add_node(spec, name, new)
 
 
 def drop_devices(spec: Spec, *names: str) -> None:
@@ -68,54 +73,40 @@ def drop_devices(spec: Spec, *names: str) -> None:
 def test_the_recorded_spec_is_good_for_its_instances() -> None:
     """There is no whole-GPU entry for the GPU in MIG mode, which is served nevertheless."""
     verdict = check(mig_spec())
-    assert verdict.problems == ()
-    assert verdict.missing == frozenset()
-    assert verdict.devices == ALL_NAMES
+    assert (verdict.problems, verdict.missing, verdict.devices) == ((), frozenset(), ALL_NAMES)
     assert not [path for path in verdict.not_in_spec if "nvidia-cap" in path]
     # The destroyed instance's capabilities are no longer granted.
     problems = "; ".join(verify(mig_spec(), without(12, 13), LIVE, PRESENT).problems)
     assert "device 0:0: device node '/dev/nvidia-caps/nvidia-cap12' is not granted to this machine" in problems
     spec, _ = without_incomplete(mig_spec(), without(50))
     verdict = check(spec)
-    assert verdict.problems == ()
-    assert verdict.missing_gpus == ()
+    assert (verdict.problems, verdict.missing_gpus) == ((), ())
     assert verdict.missing_partitions == {f"gi5/ci1 of {GPUS[0]}": GPUS[0]}
 
 
 MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "capability of another instance": (
-        lambda s: add_node(s, "0:0", "/dev/nvidia-caps/nvidia-cap49"),
+        lambda s: add_node(s, "0:0", 49),
         "device 0:0 needs the capabilities of one GPU instance and one compute instance",
     ),
-    "another instance's compute instance": (
-        lambda s: change_node(s, "0:0", 13, 49),
-        "but has gi1, gi5/ci0",
-    ),
+    "another instance's compute instance": (lambda s: change_node(s, "0:0", 13, 49), "but has gi1, gi5/ci0"),
     "no compute instance": (lambda s: drop_node(s, 13, "0:0", UUIDS[0]), "but has gi1"),
     "no GPU instance": (lambda s: drop_node(s, 12, "0:0", UUIDS[0]), "but has gi1/ci0"),
-    "two compute instances": (
-        lambda s: change_node(s, "0:1", 48, 50),
-        "but has gi5/ci0, gi5/ci1",
-    ),
-    "another GPU's node": (
-        lambda s: add_node(s, "0:0", "/dev/nvidia1"),
-        "device 0:0 has 2 GPU nodes",
-    ),
+    "two compute instances": (lambda s: change_node(s, "0:1", 48, 50), "but has gi5/ci0, gi5/ci1"),
+    "another GPU's node": (lambda s: add_node(s, "0:0", "/dev/nvidia1"), "device 0:0 has 2 GPU nodes"),
     "whole GPU with a capability": (
-        lambda s: add_node(s, "1", "/dev/nvidia-caps/nvidia-cap12"),
+        lambda s: add_node(s, "1", 12),
         "device 1 is a whole GPU, but has the MIG capability gi1",
     ),
     "capability of another GPU": (
-        lambda s: add_node(s, "1", "/dev/nvidia-caps/nvidia-cap12"),
+        lambda s: add_node(s, "1", 12),
         f"device 1 has /dev/nvidia-caps/nvidia-cap12, which belongs to GPU {GPUS[0]}",
     ),
     "capability for everybody": (
-        lambda s: s["containerEdits"]["deviceNodes"].append(
-            {"path": "/dev/nvidia-caps/nvidia-cap12", "major": 1, "minor": 3}
-        ),
+        lambda s: s["containerEdits"]["deviceNodes"].append(node(12)),
         "every container would get the capability node /dev/nvidia-caps/nvidia-cap12",
     ),
-    "ungranted capability": (lambda s: add_node(s, "0:0", "/dev/nvidia-caps/nvidia-cap21"), "is not granted"),
+    "ungranted capability": (lambda s: add_node(s, "0:0", 21), "is not granted"),
     "one name missing": (lambda s: drop_devices(s, "0:1"), "differ"),
     "not in all": (lambda s: drop_node(s, 50, "all"), "differ"),
     "more in all": (lambda s: drop_devices(s, "0:2", UUIDS[2]), "differ"),
@@ -144,8 +135,7 @@ def test_an_incomplete_mig_device_is_left_out(gone: tuple[int, ...], left_out: s
     assert kept.keys() == set(ALL_NAMES) - left_out
     assert all(kept[name] == edits(mig_spec(), name) for name in kept if name != "all")
     verdict = verify(spec, request, LIVE, PRESENT)
-    assert verdict.problems == ()
-    assert verdict.missing_gpus == ()
+    assert (verdict.problems, verdict.missing_gpus) == ((), ())
 
 
 def test_a_device_with_too_few_nodes_is_left_out() -> None:
@@ -201,10 +191,12 @@ def test_an_instance_that_the_generator_does_not_list(machine: Machine) -> None:
     assert published(machine) == {*ALL_NAMES, "none"}
 
 
-def no_instance() -> tuple[Any, Spec]:
-    """Return a request and a specification in which the GPU in MIG mode has no instance."""
+def undivide(machine: Machine) -> Spec:
+    """Take the instances from the GPU in MIG mode, and return the specification without them."""
     spec, _ = without_incomplete(mig_spec(), without(*CAPS))
-    return without(*CAPS), spec
+    machine.hand(without(*CAPS))
+    write(machine, spec)
+    return spec
 
 
 def with_whole_gpu(spec: Spec) -> Spec:
@@ -223,9 +215,7 @@ def with_whole_gpu(spec: Spec) -> Spec:
 
 def test_a_gpu_in_mig_mode_without_instances_is_not_a_fault(machine: Machine) -> None:
     run(machine)
-    request, spec = no_instance()
-    write(machine, spec)
-    machine.hand(request)
+    spec = undivide(machine)
     machine.program("nvidia-smi", smi_rows(Enabled=GPUS[:1], Disabled=GPUS[1:]))
     assert machine.verdict("CDISpecCurrent") == ("True", "Verified")
     assert f"no pod can use GPU {GPUS[0]}: MIG mode is on" in machine.message("CDISpecCurrent")
@@ -244,9 +234,7 @@ def test_a_gpu_in_mig_mode_without_instances_is_not_a_fault(machine: Machine) ->
 
 @pytest.mark.parametrize("answer", [smi_rows(Disabled=GPUS[:1]), "", "No devices were found\n"])
 def test_a_gpu_that_is_missing_without_mig_mode_is_a_fault(machine: Machine, answer: str) -> None:
-    request, spec = no_instance()
-    write(machine, spec)
-    machine.hand(request)
+    undivide(machine)
     machine.program("nvidia-smi", answer)
     assert machine.verdict("CDISpecCurrent") == ("False", "GPUMissing")
 
@@ -269,8 +257,8 @@ def test_mig_devices_are_compared_with_what_is_advertised(machine: Machine) -> N
         kubelet = Kubelet(machine, stack)
         kubelet.listen(KUBELET_SOCKET)
         kubelet.listen(PLUGIN_SOCKET)
-        kubelet.advertise(**{"gpu": [gpu], "mig-1g.10gb": [UUIDS[0]], "mig-1c.3g.40gb": [UUIDS[1]],
-                             "mig-2c.3g.40gb": [UUIDS[2]]})  # fmt: skip
+        profiles = ("mig-1g.10gb", "mig-1c.3g.40gb", "mig-2c.3g.40gb")
+        kubelet.advertise(gpu=[gpu], **{name: [uuid] for name, uuid in zip(profiles, UUIDS, strict=True)})
         assert kubelet.condition() == ("True", "Advertised")
         kubelet.advertise(gpu=[gpu])
         assert kubelet.condition() == ("False", "GPUsMissing")
