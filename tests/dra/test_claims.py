@@ -3,12 +3,13 @@
 import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent.dra.claims import RECORD_NAME, ClaimReference, NotAllocatedError, PreparedDevice
+from agent.dra.claims import Checkpoint, ClaimReference, NotAllocatedError, PreparedDevice
 from agent.dra.inventory import Device
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
@@ -20,11 +21,19 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
+@pytest.fixture
+def contested(node: Node) -> Node:
+    """A node where claim a has the GPU that the API server says claim b has, too."""
+    node.api |= {"a": claim("a", GPUS[0]), "b": claim("b", GPUS[0])}
+    node.claims.prepare(reference("a"))
+    return node
+
+
 def test_a_claim_gets_its_devices(node: Node) -> None:
     """Other drivers' devices do not count. A container names the request, not the alternative that was chosen."""
-    node.api["a"] = claim("a", *GPUS, request="gpu/large")
-    results = node.api["a"]["status"]["allocation"]["devices"]["results"]
-    results.insert(0, {"request": "nic", "driver": "nic.example", "pool": "other", "device": "nic0"})
+    node.api["a"] = document = claim("a", *GPUS, request="gpu/large")
+    other = {"request": "nic", "driver": "nic.example", "pool": "other", "device": "nic0"}
+    document["status"]["allocation"]["devices"]["results"].insert(0, other)
     prepared = node.claims.prepare(reference("a"))
     assert prepared == tuple(PreparedDevice(("gpu",), NODE, gpu, (f"vendor.com/gpu={gpu}",)) for gpu in GPUS)
     assert node.checkpoint.stat().st_mode & 0o777 == 0o600
@@ -32,17 +41,16 @@ def test_a_claim_gets_its_devices(node: Node) -> None:
     assert node.restarted().prepared == {reference("a"): prepared}
 
 
-@pytest.mark.parametrize(("driver", "refused"), [(DRA_DRIVER, True), ("nic.example", False)])
-def test_parameters_are_refused(node: Node, driver: str, refused: bool) -> None:
+def test_parameters_are_refused(node: Node) -> None:
     """The driver takes none. Those for other drivers are none of its business, and other kinds may come."""
-    node.api["a"] = claim("a", GPUS[0])
-    config = [{"source": "FromClaim", "opaque": {"driver": driver, "parameters": {}}}, {"source": "FromClass"}]
-    node.api["a"]["status"]["allocation"]["devices"]["config"] = config
-    if refused:
-        with pytest.raises(AgentError, match="which takes none"):
-            node.claims.prepare(reference("a"))
-    else:
-        assert node.claims.prepare(reference("a"))
+    node.api["a"] = document = claim("a", GPUS[0])
+    opaque = {"driver": "nic.example", "parameters": {}}
+    config = [{"source": "FromClaim", "opaque": opaque}, {"source": "FromClass"}]
+    document["status"]["allocation"]["devices"]["config"] = config
+    assert node.claims.prepare(reference("a"))
+    opaque["driver"] = DRA_DRIVER
+    with pytest.raises(AgentError, match="which takes none"):
+        node.claims.prepare(reference("a"))
 
 
 @pytest.mark.parametrize(
@@ -52,13 +60,7 @@ def test_parameters_are_refused(node: Node, driver: str, refused: bool) -> None:
         (claim("a"), "is not allocated"),
         (claim("a", GPUS[0], pool="node2"), "allocated in the pool node2"),
         (claim("a", GPUS[0], driver="other.example"), "no device of the driver"),
-        (claim("a", "gpu-0000-09-00-0"), "no device gpu-0000-09-00-0 now"),
         (claim("a", GPUS[0], "gpu-0000-09-00-0"), "no device gpu-0000-09-00-0 now"),
-        ({}, "key metadata is missing"),
-        ({"metadata": {"uid": "uid-of-a"}, "status": []}, "key status must be an object"),
-        ({"metadata": {"uid": "uid-of-a"}, "status": {"allocation": 0}}, "key allocation must be an object"),
-        ({"metadata": {"uid": "uid-of-a"}, "status": {"allocation": {"devices": {"results": [[]]}}}}, "an object"),
-        (claim("a", GPUS[0], adminAccess="yes"), "key adminAccess must be a boolean"),
     ],
 )
 def test_what_cannot_be_prepared_is_an_error_and_not_noted(node: Node, document: dict[str, Any], why: str) -> None:
@@ -113,8 +115,7 @@ def test_several_claims_have_parts_of_a_gpu_or_monitor_it(node: Node) -> None:
 
 def test_a_monitor_in_the_kubelets_record_keeps_no_device(node: Node) -> None:
     """The kubelet does not note adminAccess. Its record is used if ours is lost, and the monitor's pod goes on."""
-    node.api["a"], node.api["b"] = claim("a", GPUS[0], adminAccess=True), claim("b", GPUS[0])
-    node.api["c"] = claim("c", GPUS[0])
+    node.api |= {"a": claim("a", GPUS[0], adminAccess=True), "b": claim("b", GPUS[0]), "c": claim("c", GPUS[0])}
     node.kubelet_has(reference("a"))
     restarted = node.restarted()
     assert set(restarted.prepared) == {reference("a")}
@@ -131,20 +132,17 @@ def test_a_monitor_in_the_kubelets_record_keeps_no_device(node: Node) -> None:
 def test_a_claim_in_the_kubelets_record_is_a_monitor_only_by_its_own_word(
     node: Node, now: dict[str, Any] | None
 ) -> None:
-    if now is not None:
-        node.api["a"] = now
-    node.api["b"] = claim("b", GPUS[0])
+    node.api |= {"a": now, "b": claim("b", GPUS[0])}
     node.kubelet_has(reference("a"))
     with pytest.raises(AgentError, match="the kubelet has not unprepared claim default/a"):
         node.restarted().prepare(reference("b"))
 
 
-def test_a_slow_api_server_keeps_nobody_waiting_and_gives_nothing_away(node: Node) -> None:
+def test_a_slow_api_server_keeps_nobody_waiting_and_gives_nothing_away(contested: Node) -> None:
     """It is asked whether claim a, which the kubelet has forgotten, still has the GPU that claim b wants."""
-    node.api["a"], node.api["b"], node.api["c"] = claim("a", GPUS[0]), claim("b", GPUS[0]), claim("c", GPUS[1])
-    node.claims.prepare(reference("a"))
-    asked, answer, prepared = threading.Event(), threading.Event(), threading.Event()
-    fetch, seen, failures = node.fetch, list[set[ClaimReference]](), list[str]()
+    contested.api["c"] = claim("c", GPUS[1])
+    asked, answer = threading.Event(), threading.Event()
+    fetch, failures = contested.fetch, list[str]()
 
     def slow(claim: ClaimReference) -> Mapping[str, Any]:
         if claim.name == "a":
@@ -159,31 +157,26 @@ def test_a_slow_api_server_keeps_nobody_waiting_and_gives_nothing_away(node: Nod
         except AgentError as error:
             failures.append(str(error))
 
-    def prepare_others() -> None:
-        # Passes read it: no slice would be published while a claim waits for the API server.
-        seen.append(set(claims.prepared))
-        claims.prepare(reference("c"))
-        claims.unprepare(reference("c"))
-        prepared.set()
-
-    node.fetch = slow  # type: ignore[method-assign]
-    claims = node.restarted()
-    threads = threading.Thread(target=prepare_slowly), threading.Thread(target=prepare_others)
-    threads[0].start()
+    contested.fetch = slow  # type: ignore[method-assign]
+    claims = contested.restarted()
+    waiting = threading.Thread(target=prepare_slowly)
+    waiting.start()
     assert asked.wait(30)
-    threads[1].start()
-    in_time = prepared.wait(10)
-    answer.set()
-    for each in threads:
-        each.join()
-    assert (in_time, seen, failures) == (True, [{reference("a")}], ["no answer"])
+    with ThreadPoolExecutor(1) as others:
+        try:
+            # Passes read it: no slice would be published while a claim waits for the API server.
+            assert set(others.submit(lambda: claims.prepared).result(10)) == {reference("a")}
+            others.submit(claims.prepare, reference("c")).result(10)
+            others.submit(claims.unprepare, reference("c")).result(10)
+        finally:
+            answer.set()
+            waiting.join()
+    assert failures == ["no answer"]
     assert set(claims.prepared) == {reference("a")}
 
 
-def test_a_claim_that_is_prepared_again_while_it_is_looked_up_keeps_its_device(node: Node) -> None:
-    node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
-    node.claims.prepare(reference("a"))
-    fetch, answers = node.fetch, [NotAllocatedError("gone")]
+def test_a_claim_that_is_prepared_again_while_it_is_looked_up_keeps_its_device(contested: Node) -> None:
+    fetch, answers = contested.fetch, [NotAllocatedError("gone")]
 
     def fetch_late(claim: ClaimReference) -> Mapping[str, Any]:
         if claim.name == "a" and answers:
@@ -192,85 +185,74 @@ def test_a_claim_that_is_prepared_again_while_it_is_looked_up_keeps_its_device(n
             raise late
         return fetch(claim)
 
-    node.fetch = fetch_late  # type: ignore[method-assign]
-    claims = node.restarted()
+    contested.fetch = fetch_late  # type: ignore[method-assign]
+    claims = contested.restarted()
     with pytest.raises(AgentError, match="allocated to claim default/a too"):
         claims.prepare(reference("b"))
-    assert set(claims.prepared) == {reference("a")}
-    assert set(node.restarted().prepared) == {reference("a")}
-
-
-def test_a_claim_that_is_named_like_another_claims_uid_keeps_no_device(node: Node) -> None:
-    """Users name claims, and can see uids."""
-    node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
-    node.claims.prepare(reference("a"))
-    del node.api["a"]
-    node.kubelet_has(ClaimReference("default", reference("a").uid, "another-uid"))
-    assert node.claims.prepare(reference("b"))
+    assert set(claims.prepared) == set(contested.restarted().prepared) == {reference("a")}
 
 
 @pytest.mark.parametrize(
-    "record", [None, '{"Claims": {"uid-of-a": {}}}', '{"Data": "{\\"claims\\": [\\"uid-of-a\\"]}"}']
-)
-def test_a_claim_in_a_record_that_cannot_be_understood_keeps_its_device(node: Node, record: str | None) -> None:
-    node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
-    node.claims.prepare(reference("a"))
-    del node.api["a"]
-    place = node.tree / KUBELET[1:] / RECORD_NAME
-    if record:
-        place.write_text(record)
-    else:
-        place.mkdir()
-    with pytest.raises(AgentError, match="the kubelet has not unprepared claim default/a"):
-        node.claims.prepare(reference("b"))
-
-
-def test_a_device_waits_until_the_kubelet_has_given_it_back(node: Node) -> None:
-    """A pod that was deleted by force still runs when its claim is gone and its device allocated to another."""
-    node.api["a"] = claim("a", GPUS[0])
-    node.claims.prepare(reference("a"))
-    node.kubelet_has(reference("a"))
-    del node.api["a"]
-    node.api["b"] = claim("b", GPUS[0])
-    for claims in (node.claims, node.restarted()):
-        with pytest.raises(AgentError, match="the kubelet has not unprepared claim default/a"):
-            claims.prepare(reference("b"))
-    node.claims.unprepare(reference("a"))
-    assert node.claims.prepare(reference("b"))
-
-
-@pytest.mark.parametrize("now", [None, claim("a"), claim("a", GPUS[1]), claim("a", GPUS[0], uid="new")])
-def test_a_claim_that_nobody_knows_loses_its_device(node: Node, now: dict[str, Any] | None) -> None:
-    """If the kubelet's files were removed, as by `kubeadm reset`, the kubelet never unprepares the claim."""
-    node.api["a"] = claim("a", GPUS[0])
-    node.claims.prepare(reference("a"))
-    node.api["b"] = claim("b", GPUS[0])
-    node.kubelet_has(reference("other"))
-    if now is None:
-        del node.api["a"]
-    else:
-        node.api["a"] = now
-    assert node.claims.prepare(reference("b"))
-    assert set(node.restarted().prepared) == {reference("b")}
-
-
-@pytest.mark.parametrize(
-    ("now", "key"),
+    ("now", "record"),
     [
-        ({}, "metadata"),
-        ({"metadata": {"uid": "uid-of-a"}, "status": []}, "status"),
-        ({"metadata": {"uid": "uid-of-a"}, "status": {"allocation": {}}}, "devices"),
-        (claim("a", GPUS[0], adminAccess="yes"), "adminAccess"),
+        (None, reference("other")),
+        (claim("a"), reference("other")),
+        (claim("a", GPUS[1]), reference("other")),
+        (claim("a", GPUS[0], uid="new"), reference("other")),
+        # Users name claims, and can see uids.
+        (None, ClaimReference("default", reference("a").uid, "another-uid")),
     ],
 )
-def test_a_malformed_claim_keeps_its_device(node: Node, now: dict[str, Any], key: str) -> None:
+def test_a_claim_that_nobody_knows_loses_its_device(
+    contested: Node, now: dict[str, Any] | None, record: ClaimReference
+) -> None:
+    """If the kubelet's files were removed, as by `kubeadm reset`, the kubelet never unprepares the claim."""
+    contested.api["a"] = now
+    contested.kubelet_has(record)
+    assert contested.claims.prepare(reference("b"))
+    assert set(contested.restarted().prepared) == {reference("b")}
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["known", "no file", '{"Claims": {"uid-of-a": {}}}', '{"Data": "{\\"claims\\": [\\"uid-of-a\\"]}"}'],
+)
+def test_a_device_waits_until_the_kubelet_has_given_it_back(contested: Node, record: str) -> None:
+    """A pod that was deleted by force still runs when its claim is gone and its device allocated to another."""
+    contested.api["a"] = None
+    contested.kubelet_has(reference("a"))
+    if record == "no file":
+        contested.record.unlink()
+        contested.record.mkdir()
+    elif record != "known":
+        contested.record.write_text(record)
+    claims = contested.restarted()
+    with pytest.raises(AgentError, match="the kubelet has not unprepared claim default/a"):
+        claims.prepare(reference("b"))
+    claims.unprepare(reference("a"))
+    assert claims.prepare(reference("b"))
+
+
+@pytest.mark.parametrize(
+    ("now", "wrong"),
+    [
+        ({}, "key metadata is missing"),
+        ({"status": []}, "key status must be an object"),
+        ({"status": {"allocation": 0}}, "key allocation must be an object"),
+        ({"status": {"allocation": {}}}, "key devices is missing"),
+        ({"status": {"allocation": {"devices": {"results": [[]]}}}}, "must be an object, not a list"),
+        ({"status": claim("a", GPUS[0], adminAccess="yes")["status"]}, "key adminAccess must be a boolean"),
+    ],
+)
+def test_a_malformed_claim_is_not_prepared_and_keeps_its_device(
+    contested: Node, now: dict[str, Any], wrong: str
+) -> None:
     """What the API server says of it is not that it has no device."""
-    node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
-    node.claims.prepare(reference("a"))
-    node.api["a"] = now
-    with pytest.raises(AgentError, match=f"^claim default/a.*: key {key} "):
-        node.claims.prepare(reference("b"))
-    assert set(node.restarted().prepared) == {reference("a")}
+    contested.api["a"] = {"metadata": {"uid": "uid-of-a"}, **now} if now else now
+    for name in ("a", "b"):
+        with pytest.raises(AgentError, match=f"^claim default/a.*: {wrong}"):
+            contested.claims.prepare(reference(name))
+    assert set(contested.restarted().prepared) == {reference("a")}
 
 
 def test_what_cannot_be_noted_is_not_prepared(node: Node) -> None:
@@ -282,17 +264,23 @@ def test_what_cannot_be_noted_is_not_prepared(node: Node) -> None:
     assert not node.claims.prepared
 
 
+def test_a_second_service_leaves_the_first_one_alone(node: Node) -> None:
+    """Two would not know each other's claims, and would take each other's sockets away again and again."""
+    with pytest.raises(AgentError, match="dra/lock: another process offers this node's GPUs"):
+        Checkpoint(node.system, KUBELET)
+    node.api["a"] = claim("a", GPUS[0])
+    assert node.claims.prepare(reference("a"))
+
+
 # The record of prepared claims survives damage, because the kubelet has a record too.
 
 
 @pytest.mark.parametrize("damage", ["gone", "torn", "changed", "empty", "newer", "directory"])
 def test_a_damaged_checkpoint_is_made_again_from_the_kubelets_record(
-    node: Node, damage: str, caplog: pytest.LogCaptureFixture
+    contested: Node, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """So that a device that a pod has is not given to another one."""
-    node.api["a"] = claim("a", GPUS[0])
-    prepared = node.claims.prepare(reference("a"))
-    content = node.checkpoint.read_bytes()
+    prepared, content = contested.claims.prepared, contested.checkpoint.read_bytes()
     changed = {
         "torn": content[: len(content) // 2],
         "changed": content.replace(b"0000-01", b"0000-02"),
@@ -300,36 +288,28 @@ def test_a_damaged_checkpoint_is_made_again_from_the_kubelets_record(
         "newer": content.replace(b'"version": 1', b'"version": 2'),
     }
     if damage in changed:
-        node.checkpoint.write_bytes(changed[damage])
+        contested.checkpoint.write_bytes(changed[damage])
     else:
-        node.checkpoint.unlink()
+        contested.checkpoint.unlink()
     if damage == "directory":
-        node.checkpoint.mkdir()
-    node.kubelet_has(reference("a"))
-    claims = node.restarted()
-    assert claims.prepared == {reference("a"): prepared}
+        contested.checkpoint.mkdir()
+    contested.kubelet_has(reference("a"))
+    claims = contested.restarted()
+    assert claims.prepared == prepared
     assert "1 claims are taken from the kubelet's record" in caplog.text
-    node.api["b"] = claim("b", GPUS[0])
     with pytest.raises(AgentError, match="cannot have"):
         claims.prepare(reference("b"))
 
 
+LISTED = '{"Data": "{\\"ClaimInfoStateList\\": %s}"}'
+
+
 @pytest.mark.parametrize(
-    "record",
-    [
-        "",
-        "{}",
-        "[]",
-        '{"Data": 5}',
-        '{"Data": "x"}',
-        '{"Data": "{}"}',
-        '{"Data": "{\\"ClaimInfoStateList\\": [5]}"}',
-        '{"Data": "{\\"ClaimInfoStateList\\": null}"}',
-    ],
+    "record", ["", "{}", "[]", '{"Data": 5}', '{"Data": "x"}', '{"Data": "{}"}', LISTED % "[5]", LISTED % "null"]
 )
 def test_no_record_stops_the_service(node: Node, record: str, caplog: pytest.LogCaptureFixture) -> None:
     """The format is the kubelet's own, and may change. The scheduler is the first guard."""
-    (node.tree / KUBELET[1:] / RECORD_NAME).write_text(record)
+    node.record.write_text(record)
     assert node.restarted().prepared == {}
     assert ("record is not usable" in caplog.text) == ("; starting without prepared claims" in caplog.text)
 

@@ -13,11 +13,9 @@ import pytest
 
 from agent.dra.grpc_server import Code, Limits, Method, RpcError, Server, Streaming
 from agent.model.errors import AgentError
-from tests.fakes.grpc_serving import Serving
+from tests.fakes.grpc_serving import LONG, Serving
+from tests.fakes.umask import umask
 from tests.fakes.waiting import wait_for
-
-LONG = 300.0
-"""Seconds: far more than anything here takes, even on a very busy machine."""
 
 
 class Example:
@@ -100,19 +98,7 @@ def test_calls_run_at_the_same_time(channel: grpc.Channel, example: Example) -> 
     assert [each.result() for each in waiting] == [b"%d" % number for number in range(20)]
 
 
-def test_too_many_calls_are_refused(path: str, example: Example) -> None:
-    server = Serving(path, example.methods, Limits(calls=2))
-    with grpc.insecure_channel(f"unix:{path}") as channel:
-        waiting = [channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG) for _ in range(2)]
-        wait_for(lambda: len(server.running) == 2)
-        assert error(channel, "Echo")[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-        example.go_on.set()
-        assert [each.result() for each in waiting] == [b"", b""]
-        assert call(channel, "Echo", b"x") == b"x"
-    server.stop()
-
-
-def test_streams_block_no_calls(path: str, example: Example) -> None:
+def test_calls_and_streams_have_limits_of_their_own(path: str, example: Example) -> None:
     """A client may open streams and leave them open; claims must still be prepared."""
     server = Serving(path, example.methods, Limits(streams=2, calls=2))
     with grpc.insecure_channel(f"unix:{path}") as channel:
@@ -122,10 +108,13 @@ def test_streams_block_no_calls(path: str, example: Example) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             next(open_stream(b"", timeout=LONG))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        waiting = channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG)
         assert call(channel, "Echo", b"x") == b"x"
+        waiting = [channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG) for _ in range(2)]
+        wait_for(lambda: len(server.running) == 2)
+        assert error(channel, "Echo")[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         example.go_on.set()
-        assert waiting.result() == b""
+        assert [each.result() for each in waiting] == [b"", b""]
+        assert call(channel, "Echo", b"x") == b"x"
         streams[0].cancel()
         wait_for(lambda: sum(len(peer.calls) for peer in server.peers) == 1)
         assert next(open_stream(b"", timeout=LONG)) == b"1"
@@ -218,11 +207,8 @@ def test_a_new_server_replaces_a_stale_socket(path: str, example: Example) -> No
 def test_sockets_are_for_root_only(tmp_path: Path) -> None:
     """Whatever the umask. The path may be longer than sun_path."""
     path = tmp_path / ("long" * 30) / "test.sock"
-    before = os.umask(0)
-    try:
+    with umask(0):
         server = Serving(str(path), {})
-    finally:
-        os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     server.stop()

@@ -22,6 +22,10 @@ def device(number: int, *taints: Taint) -> Device:
     return Device(f"gpu-{number:03}", "vendor", (f"v.com/c={number}",), f"0000:{number:02x}:00.0", taints=taints)
 
 
+def devices(count: int, *taints: Taint) -> list[Device]:
+    return [device(number, *taints) for number in range(count)]
+
+
 @pytest.fixture
 def publisher(client: ApiClient) -> Publisher:
     return Publisher(client)
@@ -43,7 +47,7 @@ def test_a_change_is_a_generation(api: ApiServer, publisher: Publisher) -> None:
 
 def test_slices_come_and_go_with_their_devices(api: ApiServer, client: ApiClient, publisher: Publisher) -> None:
     for count, sizes in ((200, [(1, 128), (1, 72)]), (100, [(2, 100)]), (0, []), (1, [(4, 1)])):
-        publisher.publish(HERE, [device(number) for number in range(count)])
+        publisher.publish(HERE, devices(count))
         assert pools(api) == sizes
     written = len(api.written)
     Publisher(client).publish(HERE, [device(0)])
@@ -79,15 +83,15 @@ def test_attack_another_node_takes_the_names(api: ApiServer, client: ApiClient, 
     taken = {f"{COLLECTION}/{slice_name(NODE, index)}" for index in range(3)}
     for path in taken:
         api.put(path, {"metadata": {"name": path.rpartition("/")[2]}, "spec": {"nodeName": "another"}})
-    assert publisher.publish(HERE, [device(number) for number in range(129)]).written
-    assert not publisher.publish(HERE, [device(number) for number in range(129)]).written
+    assert publisher.publish(HERE, devices(129)).written
+    assert not publisher.publish(HERE, devices(129)).written
     # After a restart, and with one slice more, the names stay.
     another = Publisher(client)
-    assert not another.publish(HERE, [device(number) for number in range(129)]).written
+    assert not another.publish(HERE, devices(129)).written
     own = {path for path in api.objects if path.startswith(COLLECTION)} - taken
     for _ in range(2):
-        another.publish(HERE, [device(number) for number in range(257)])
-    assert not another.publish(HERE, [device(number) for number in range(257)]).written
+        another.publish(HERE, devices(257))
+    assert not another.publish(HERE, devices(257)).written
     now = {path for path in api.objects if path.startswith(COLLECTION)} - taken
     assert own < now
     assert sorted(len(api.objects[path]["spec"]["devices"]) for path in now) == [1, 128, 128]
@@ -97,14 +101,14 @@ def test_attack_another_node_takes_the_names(api: ApiServer, client: ApiClient, 
 
 def test_half_a_pool_is_completed(api: ApiServer, publisher: Publisher) -> None:
     """The second write fails: slices of two generations are there, which consumers ignore."""
-    publisher.publish(HERE, [device(number) for number in range(129)])
+    publisher.publish(HERE, devices(129))
     name = api.slices[1]["metadata"]["name"]
     api.answer = lambda method, path: failure(500, "no") if method == "PUT" and path.endswith(name) else None
     with pytest.raises(ApiError, match="500"):
-        publisher.publish(HERE, [device(number, TAINT) for number in range(128)])
+        publisher.publish(HERE, devices(128, TAINT))
     assert [generation for generation, _ in pools(api)] == [2, 1]
     api.answer = None
-    publisher.publish(HERE, [device(number, TAINT) for number in range(128)])
+    publisher.publish(HERE, devices(128, TAINT))
     assert pools(api) == [(3, 64), (3, 64)]
 
 

@@ -36,9 +36,8 @@ class Node:
     def __init__(self, tree: Path) -> None:
         self.tree = tree
         self.system = System(host_runner, str(tree))
-        self.api: dict[str, dict[str, Any]] = {}
+        self.api: dict[str, dict[str, Any] | None] = {}
         self.devices = {name: Device(name, "vendor", (f"vendor.com/gpu={name}",), "") for name in (*GPUS, PARTITION)}
-        self.asked: list[str] = []
         (tree / KUBELET[1:]).mkdir(parents=True)
         self._checkpoint: Checkpoint | None = None
         self.claims = self.restarted()
@@ -51,39 +50,31 @@ class Node:
         return NodeClaims(NODE, self.fetch, lambda: self.devices, self._checkpoint)
 
     def fetch(self, claim: ClaimReference) -> Mapping[str, Any]:
-        self.asked.append(claim.name)
-        if claim.name not in self.api:
+        if (found := self.api.get(claim.name)) is None:
             raise NotAllocatedError(f"claim {claim}: not found")
-        return self.api[claim.name]
+        return found
 
-    def kubelet_has(self, *claims: ClaimReference, device: str = GPUS[0]) -> None:
-        """Write the kubelet's record."""
+    def kubelet_has(self, *claims: ClaimReference) -> None:
+        """Write a record in which the kubelet has these claims, each with the first GPU."""
+        device = {"PoolName": NODE, "DeviceName": GPUS[0], "ShareID": None, "RequestNames": ["gpu"]}
+        device["CDIDeviceIDs"] = [f"vendor.com/gpu={GPUS[0]}"]
         states = [
             {
                 "ClaimUID": each.uid,
                 "ClaimName": each.name,
                 "Namespace": each.namespace,
                 "PodUIDs": {"uid-of-pod": {}},
-                "DriverState": {
-                    "other.example": {"Devices": None},
-                    DRA_DRIVER: {
-                        "Devices": [
-                            {
-                                "PoolName": NODE,
-                                "DeviceName": device,
-                                "ShareID": None,
-                                "RequestNames": ["gpu"],
-                                "CDIDeviceIDs": [f"vendor.com/gpu={device}"],
-                            }
-                        ]
-                    },
-                },
+                "DriverState": {"other.example": {"Devices": None}, DRA_DRIVER: {"Devices": [device]}},
             }
             for each in claims
         ]
         data = {"kind": "DRACheckpoint", "apiVersion": "checkpoint.dra.kubelet.k8s.io/v1", "ClaimInfoStateList": states}
-        record = {"Data": json.dumps(data), "Checksum": 1}
-        (self.tree / KUBELET[1:] / RECORD_NAME).write_text(json.dumps(record))
+        self.record.write_text(json.dumps({"Data": json.dumps(data), "Checksum": 1}))
+
+    @property
+    def record(self) -> Path:
+        """The kubelet's."""
+        return self.tree / KUBELET[1:] / RECORD_NAME
 
     @property
     def checkpoint(self) -> Path:
