@@ -60,23 +60,6 @@ def test_the_token_is_sent_and_no_connection_is_left(api: ApiServer, client: Api
     assert not connections(api)
 
 
-def test_a_request_that_is_too_late_leaves_no_connection_open(
-    api: ApiServer, client: ApiClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api_module, "REQUEST_LIMIT", 0.2)
-    silent = threading.Event()
-
-    def answer(*_: str) -> None:
-        silent.wait(20)
-
-    api.answer = answer
-    with pytest.raises(ApiError, match="timed out"):
-        client.get(HERE)
-    wait_for(lambda: not connections(api), 5, "the connection is closed")
-    silent.set()
-    assert len(api.requests) == 1
-
-
 def connections(api: ApiServer) -> list[ssl.SSLSocket]:
     """Return this process's open connections to the server."""
     found = []
@@ -88,31 +71,27 @@ def connections(api: ApiServer) -> list[ssl.SSLSocket]:
     return found
 
 
-def test_another_certificate_authority_is_not_trusted(api: ApiServer, joined: DraMachine, tmp_path: Path) -> None:
-    make_certificate(tmp_path / "other.crt", tmp_path / "other.key")
-    joined.put("/etc/ca.crt", (tmp_path / "other.crt").read_bytes())
-    with pytest.raises(ApiError, match=r"certificate of https://127\.0\.0\.1:.* is not accepted") as caught:
-        ApiClient(Credentials(joined, KUBECONFIG)).get(HERE)
-    assert caught.value.reason == Reason.API_UNREACHABLE
-    assert api.requests == []
-
-
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
+        ("certificate-authority", "/etc/other.crt", r"the certificate of https://127\.0\.0\.1:\d+ is not accepted"),
         ("tls-server-name", "kubernetes", "is not accepted: Hostname mismatch"),
         ("server", "https://[::1]:1", r"no answer from https://\[::1\]:1: "),
         ("server", "https://127.0.0.1:1/\u00e4", "no answer from https://127.0.0.1:1: "),
     ],
 )
-def test_an_address_or_name_that_is_wrong_is_an_error(
-    api: ApiServer, joined: DraMachine, key: str, value: str, said: str
+def test_another_authority_name_or_address_is_an_error(
+    api: ApiServer, joined: DraMachine, tmp_path: Path, key: str, value: str, said: str
 ) -> None:
+    make_certificate(tmp_path / "other.crt", tmp_path / "other.key")
+    joined.put("/etc/other.crt", (tmp_path / "other.crt").read_bytes())
     content = json.loads(api.kubeconfig())
     content["clusters"][0]["cluster"][key] = value
     joined.put(KUBECONFIG, json.dumps(content))
-    with pytest.raises(ApiError, match=said):
+    with pytest.raises(ApiError, match=said) as caught:
         ApiClient(Credentials(joined, KUBECONFIG)).get(HERE)
+    assert caught.value.reason == Reason.API_UNREACHABLE
+    assert api.requests == []
 
 
 def test_new_credentials_are_used_when_a_file_has_changed(api: ApiServer, joined: DraMachine) -> None:
@@ -128,33 +107,34 @@ def test_new_credentials_are_used_when_a_file_has_changed(api: ApiServer, joined
     assert [token for *_, token in api.requests] == ["Bearer first", "Bearer second", "Bearer third", "Bearer third"]
 
 
-def test_a_certificate_is_loaded_again_as_soon_as_it_is_whole(api: ApiServer, joined: DraMachine) -> None:
+@pytest.fixture
+def with_certificate(api: ApiServer, joined: DraMachine) -> ApiClient:
+    """A client with a certificate and a key in files."""
     for name in ("crt", "key"):
         joined.put(f"/pki/{name}", (api.directory / f"api.{name}").read_bytes())
     joined.put(KUBECONFIG, api.kubeconfig(**{"client-certificate": "/pki/crt", "client-key": "/pki/key"}))
-    client = ApiClient(Credentials(joined, KUBECONFIG))
-    client.get(HERE)
+    return ApiClient(Credentials(joined, KUBECONFIG))
+
+
+def test_a_certificate_is_loaded_again_as_soon_as_it_is_whole(joined: DraMachine, with_certificate: ApiClient) -> None:
+    with_certificate.get(HERE)
     key = joined.read("/pki/key")
     joined.put("/pki/key", b"half a key")
     for _ in range(2):
         with pytest.raises(AgentError, match="a certificate, key or token is unusable") as caught:
-            client.get(HERE)
+            with_certificate.get(HERE)
         assert "half a key" not in str(caught.value)
     joined.put("/pki/key", key)
-    assert client.get(HERE)["metadata"]["uid"] == "uid-1"
+    assert with_certificate.get(HERE)["metadata"]["uid"] == "uid-1"
     joined.remove("/pki/crt")
     with pytest.raises(AgentError, match="/pki/crt: cannot read this file of the kubelet's kubeconfig: No such file"):
-        client.get(HERE)
+        with_certificate.get(HERE)
 
 
 def test_credentials_that_cannot_be_loaded_now_are_an_error_of_the_agent(
-    api: ApiServer, joined: DraMachine, monkeypatch: pytest.MonkeyPatch
+    with_certificate: ApiClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any other error would end the thread that watches the API server for good."""
-    for name in ("crt", "key"):
-        joined.put(f"/pki/{name}", (api.directory / f"api.{name}").read_bytes())
-    joined.put(KUBECONFIG, api.kubeconfig(**{"client-certificate": "/pki/crt", "client-key": "/pki/key"}))
-    client = ApiClient(Credentials(joined, KUBECONFIG))
 
     def memfd_create(*_: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -162,8 +142,8 @@ def test_credentials_that_cannot_be_loaded_now_are_an_error_of_the_agent(
     with monkeypatch.context() as patch:
         patch.setattr(os, "memfd_create", memfd_create)
         with pytest.raises(AgentError, match=f"{KUBECONFIG}: cannot load its credentials: Too many open files"):
-            client.get(HERE)
-    assert client.get(HERE)["metadata"]["uid"] == "uid-1"
+            with_certificate.get(HERE)
+    assert with_certificate.get(HERE)["metadata"]["uid"] == "uid-1"
 
 
 @pytest.mark.parametrize("token", ["s3cret\nmore", "s3cret\r\nX-Other: 1", "s3cret more", "s3cret\0", "s3cret-\u20ac"])
@@ -190,13 +170,7 @@ def test_no_error_has_a_secret(
     [
         (401, "Unauthorized", ApiError, Reason.REFUSED, "the kubelet's certificate or token is not accepted"),
         (403, "is forbidden", ApiError, Reason.REFUSED, "authorization mode Node"),
-        (
-            404,
-            "the server could not find the requested resource",
-            NotFoundError,
-            Reason.FAILED,
-            "needs Kubernetes 1.36",
-        ),
+        (404, "the server could not find the requested resource", NotFoundError, Reason.FAILED, "Kubernetes 1.36"),
         (404, 'nodes "x" not found', NotFoundError, Reason.FAILED, "not found$"),
         (409, "modified", ConflictError, Reason.FAILED, "409 Conflict: modified"),
         (422, "Invalid value", ApiError, Reason.FAILED, "report this as a bug"),
@@ -387,15 +361,13 @@ def test_a_kubeconfig_names_files_relative_to_itself_or_has_the_content() -> Non
 @pytest.mark.parametrize(
     ("user", "cluster", "message"),
     [
-        (
-            {"exec": {"command": "aws"}},
-            {},
-            "neither a client certificate with its key nor a token .*no other kind",
-        ),
+        ({"exec": {"command": "aws"}}, {}, "neither a client certificate with its key nor a token .*no other kind"),
         ({"client-certificate": "x"}, {}, "neither a client certificate with its key nor a token"),
         ({"token": 1}, {}, "key token must be a string, not a whole number"),
         ({"token": "x", "client-key-data": "%%%"}, {}, "key client-key-data is not base64"),
-        ({"token": "/\ud800"}, {}, "key token has characters that are not allowed"),
+        # JSON can have half a surrogate pair and a null character; system calls and encodings raise ValueError.
+        ({"tokenFile": "/\ud800"}, {}, "key tokenFile has characters that are not allowed"),
+        ({"tokenFile": "/a\0b"}, {}, "key tokenFile has characters that are not allowed"),
         (CERTIFICATE, {"proxy-url": "http://p"}, r"names a proxy \(proxy-url\), which is not supported .*directly"),
         (CERTIFICATE, {"tls-server-name": "a b"}, "key tls-server-name must be a host's name, not 'a b'"),
         (CERTIFICATE, {"server": "http://api"}, "key server must be an https:// address, not 'http://api'"),
@@ -403,7 +375,6 @@ def test_a_kubeconfig_names_files_relative_to_itself_or_has_the_content() -> Non
         (CERTIFICATE, {"server": "https://api:port"}, "key server must be an https:// address"),
         (CERTIFICATE, {"server": "https://[::1"}, "key server must be an https:// address"),
         (CERTIFICATE, {"server": "https://a..b"}, "key server must be an https:// address"),
-        (CERTIFICATE, {"server": "https://a\0b"}, "key server has characters that are not allowed"),
         (CERTIFICATE, {"server": "https://a b"}, "key server must be an https:// address"),
         (CERTIFICATE, {"server": "https://a\x7fb"}, "key server must be an https:// address"),
         (CERTIFICATE, {"server": "https://user:s3cret\u2100@h"}, "key server must be an https:// address, not 'h'"),
@@ -432,48 +403,29 @@ def test_what_is_missing_is_named(key: str, message: str) -> None:
         parse_kubeconfig(WHERE, json.dumps(broken).encode())
 
 
-@pytest.mark.parametrize("value", ["/\ud800", "/a\0b"])
-def test_a_path_that_no_file_can_have_is_refused(api: ApiServer, joined: DraMachine, value: str) -> None:
-    """JSON can have half a surrogate pair and a null character; system calls and encodings raise ValueError."""
-    joined.put(KUBECONFIG, api.kubeconfig(tokenFile=value))
-    with pytest.raises(AgentError, match="key tokenFile has characters that are not allowed"):
-        ApiClient(Credentials(joined, KUBECONFIG)).get(HERE)
-
-
-def test_yaml_is_read_by_kubectl_and_json_without(tmp_path: Path) -> None:
+def test_yaml_is_read_by_kubectl_once_for_all_threads_and_json_without(tmp_path: Path) -> None:
+    user, cluster = {"token": "x"}, {"certificate-authority": ""}
     calls = []
 
     def kubectl(argv: tuple[str, ...], timeout: float) -> Completed:
         calls.append(argv)
         if len(calls) > 1:
             raise FileNotFoundError
-        return Completed(0, json.dumps(document()).encode(), b"")
+        time.sleep(0.2)
+        return Completed(0, json.dumps(document(user, **cluster)).encode(), b"")
 
     system = System(kubectl, str(tmp_path))
     system.write(WHERE, b"apiVersion: v1\nkind: Config\n")
-    assert read_kubeconfig(system, WHERE) == parsed()
+    credentials = Credentials(system, WHERE)
+    with ThreadPoolExecutor(4) as threads:
+        (session,) = {id(each): each for each in threads.map(lambda _: credentials.session(), range(4))}.values()
+    assert session.kubeconfig == parsed(user, **cluster)
     assert calls == [("kubectl", "config", "view", "--raw", "--minify", "--output=json", f"--kubeconfig={WHERE}")]
     with pytest.raises(CommandError, match="install the package that contains kubectl"):
         read_kubeconfig(system, WHERE)
     system.write(WHERE, json.dumps(document()).encode())
     assert read_kubeconfig(system, WHERE) == parsed()
     assert len(calls) == 2
-
-
-def test_threads_share_the_credentials(tmp_path: Path) -> None:
-    calls = []
-
-    def kubectl(argv: tuple[str, ...], timeout: float) -> Completed:
-        calls.append(argv)
-        time.sleep(0.2)
-        return Completed(0, json.dumps(document({"token": "x"}, **{"certificate-authority": ""})).encode(), b"")
-
-    system = System(kubectl, str(tmp_path))
-    system.write(WHERE, b"kind: Config\n")
-    credentials = Credentials(system, WHERE)
-    with ThreadPoolExecutor(4) as threads:
-        found = {id(each) for each in threads.map(lambda _: credentials.session(), range(4))}
-    assert (len(found), len(calls)) == (1, 1)
 
 
 def watches(api: ApiServer) -> int:

@@ -54,6 +54,11 @@ def test_a_full_file_system_is_an_error(tmp_path: Path) -> None:
         copy.copy_content(reading.fileno(), full.fileno(), lambda: None)
 
 
+def copy_library(system: System, name: str, copies: copy.Copies, mode: int = 0o644) -> None:
+    with open(system.full_path("/library"), "rb") as reading:
+        system.copy(reading, f"/{name}", mode, copies)
+
+
 def test_copies_become_durable_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In their order, after the last one was copied, and before the block ends. All are closed then."""
     system, calls = System(host_runner, str(tmp_path)), []
@@ -68,14 +73,12 @@ def test_copies_become_durable_together(tmp_path: Path, monkeypatch: pytest.Monk
     before = len(os.listdir("/proc/self/fd"))
     with copy.Copies(lambda: None) as copies:
         for name in ("one", "two", "three"):
-            with (tmp_path / "library").open("rb") as reading:
-                system.copy(reading, f"/{name}", 0o755, copies)
+            copy_library(system, name, copies, 0o755)
         assert calls == []
     assert calls == ["one", "two", "three"]
     with copy.Copies(lambda: None) as copies:
         for number in range(copy.OPEN_LIMIT + 10):
-            with (tmp_path / "library").open("rb") as reading:
-                system.copy(reading, f"/{number}", 0o644, copies)
+            copy_library(system, str(number), copies)
             assert len(os.listdir("/proc/self/fd")) < before + copy.OPEN_LIMIT, "few descriptors for any number"
     assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o755
     assert len(os.listdir("/proc/self/fd")) == before
@@ -93,8 +96,7 @@ def test_a_write_that_fails_late_is_an_error(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "fsync", failing)
     copies = copy.Copies(lambda: None)
     for name in ("one", "two"):
-        with (tmp_path / "library").open("rb") as reading:
-            system.copy(reading, f"/{name}", 0o644, copies)
+        copy_library(system, name, copies)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)), copies:
         pass
     assert len(os.listdir("/proc/self/fd")) == before

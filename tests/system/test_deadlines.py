@@ -73,15 +73,16 @@ def files(hanging: Hanging, name: str) -> Files:
     return Files(f"/{name}", hanging)
 
 
-def test_one_worker_reads_many_files(files: Files) -> None:
-    first, missing, last = read_device_texts(files, ["/first", "/missing", "/last"])
-    assert (first, last) == ("/first", "/last")
+def test_one_worker_reads_many_files_however_long_they_take_together(files: Files) -> None:
+    # Together longer than the limit; each is far below it, also on a busy machine.
+    files.slow, paths = 0.2, ["/missing", *(f"/{number}" for number in range(11))]
+    missing, *texts = read_device_texts(files, paths, 2.0)
     assert isinstance(missing, FileNotFoundError)
+    assert texts == paths[1:]
     assert len(files.threads) == 1
-    assert list(read_device_texts(files, [])) == []
 
 
-@pytest.mark.parametrize("hangs", ["/0", "/2", "/4"])
+@pytest.mark.parametrize("hangs", ["/0", "/4"])
 def test_of_many_files_only_the_one_that_hangs_is_not_read(files: Files, hangs: str) -> None:
     files.hangs, paths = hangs, [f"/{number}" for number in range(5)]
     for _ in range(2):
@@ -106,13 +107,6 @@ def test_a_caller_that_stops_at_an_error_leaves_one_worker_behind(files: Files) 
     wait_for(lambda: f"{files.root}/1" not in stuck())
     assert len(files.threads) == 1
     assert files.reads == ["/0", "/1"], "the worker does not go on with what nobody waits for"
-
-
-def test_many_slow_files_are_not_taken_for_one_that_hangs(files: Files) -> None:
-    # Together longer than the limit; each is far below it, also on a busy machine.
-    files.slow, paths = 0.2, [f"/{number}" for number in range(12)]
-    assert list(read_device_texts(files, paths, 2.0)) == paths
-    assert len(files.threads) == 1
 
 
 def test_a_hanging_call_is_abandoned_counted_and_not_repeated(name: str, hanging: Hanging) -> None:
@@ -165,48 +159,23 @@ def test_many_hanging_calls_take_no_longer_than_two(name: str, hanging: Hanging)
     assert call_device(name, lambda: "others go on", 2) == "others go on"
 
 
-class HangingHost(Host):
-    """A simulated host on which one file does not answer."""
-
-    def __init__(self, tree: Path) -> None:
-        super().__init__(tree)
-        self.hanging = Hanging()
-        self.hangs = ""
-
-    def read_text(self, path: str) -> str:
-        return self.hanging() if path == self.hangs else super().read_text(path)
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    """Replace the host of the fixture gpu_host."""
-    tree = tmp_path / "host"
-    tree.mkdir()
-    made = HangingHost(tree)
-    yield made
-    made.hanging.released.set()
-
-
-def test_a_driver_that_does_not_answer_withdraws_nothing(gpu_host: Host) -> None:
-    path = "/proc/driver/nvidia/gpus/0000:01:00.0/information"
-    assert isinstance(gpu_host, HangingHost)
-    passes = reconciler(gpu_host)
+def test_a_driver_that_does_not_answer_withdraws_nothing(gpu_host: Host, hanging: Hanging) -> None:
+    place = "/proc/driver/nvidia/gpus/0000:01:00.0/information"
+    read, passes = gpu_host.read_text, reconciler(gpu_host)
     before = passes.run_pass().machines[0]
-    gpu_host.hangs = path
+    gpu_host.read_text = lambda path: hanging() if path == place else read(path)  # type: ignore[method-assign]
     outcome = passes.run_pass()
     (machine,) = outcome.machines
-    ready = machine.conditions[-1]
-    assert ready.status is not Status.TRUE
-    assert any(path in each.message and each.status is Status.UNKNOWN for each in machine.conditions)
+    assert machine.conditions[-1].status is not Status.TRUE
+    assert any(place in each.message and each.status is Status.UNKNOWN for each in machine.conditions)
     assert outcome.actions == ()
     started = time.monotonic()
     passes.run_pass()
     assert time.monotonic() - started < 4, "the deadline is not waited for again"
-    assert gpu_host.hanging.calls == 1
-    assert any(each.endswith(path) for each in stuck())
-    gpu_host.hangs = ""
-    gpu_host.hanging.released.set()
-    wait_for(lambda: not any(each.endswith(path) for each in stuck()))
+    assert hanging.calls == 1
+    gpu_host.read_text = read  # type: ignore[method-assign]
+    hanging.released.set()
+    wait_for(lambda: not any(each.endswith(place) for each in stuck()))
     found = {each.type: each.status for each in passes.run_pass().machines[0].conditions}
     assert found == {each.type: each.status for each in before.conditions}
 
@@ -224,10 +193,9 @@ def test_a_program_that_cannot_be_killed_is_reported_to_hang(name: str, hanging:
     def runner(argv: tuple[str, ...], timeout: float) -> Completed:
         return bounded(name, lambda: Completed(0, hanging().encode(), b""), timeout)
 
-    with pytest.raises(CommandError, match=r"no answer in time \(it cannot even be killed"):
-        run_checked(runner, ("ldconfig", "-p"), 0.05)
-    with pytest.raises(CommandError, match="an earlier attempt still hangs"):
-        run_checked(runner, ("ldconfig", "-p"), 0.05)
+    for why in (r"no answer in time \(it cannot even be killed", "an earlier attempt still hangs"):
+        with pytest.raises(CommandError, match=why):
+            run_checked(runner, ("ldconfig", "-p"), 0.05)
 
 
 def test_each_staged_file_is_progress(gpu_host: Host) -> None:
@@ -235,8 +203,8 @@ def test_each_staged_file_is_progress(gpu_host: Host) -> None:
     passes = reconciler(gpu_host)
     passes.progress = progress.append
     passes.run_pass()
-    begin = next(index for index, text in enumerate(progress) if text.startswith("stage "))
-    files = progress[begin + 1 :].index(next(text for text in progress[begin + 1 :] if text))
+    begin = next(index for index, text in enumerate(progress) if text.startswith("stage ")) + 1
+    files = [text == "" for text in progress[begin:]].index(False)
     assert files > 20, "one for each file of the driver, none of them with a text"
 
 

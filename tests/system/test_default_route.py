@@ -16,6 +16,7 @@ from agent.system.network import default_address, has_address
 T = TypeVar("T")
 CLONE_NEWNET = 0x40000000
 LINK = "ip link add eth0 type bridge; ip link set eth0 up; "
+DIRECT = "ip route add default dev eth0"
 IN, GATE = "ip addr add 10.1.2.3/24 dev eth0; ", "ip route add default via 10.1.2.1 "
 ETH1 = "ip link add eth1 type bridge; ip link set eth1 up; "
 GATE6 = "ip route add default via fd00::1; "
@@ -46,11 +47,8 @@ def found(script: str, look: Callable[[], T]) -> T:
         (IN + GATE, "10.1.2.3"),
         (f"{IN}ip addr add 10.1.2.4/24 dev eth0; {GATE}", "10.1.2.3"),
         (f"{IN}ip addr add 10.9.9.9/32 dev eth0; {GATE} src 10.9.9.9", "10.9.9.9"),
-        (
-            f"{IN[:-2]} scope link; ip addr add 10.1.3.3/24 dev eth0; ip route add default dev eth0",
-            "10.1.3.3",
-        ),
-        ("ip addr add 10.1.2.3 peer 10.1.2.9 dev eth0; ip route add default dev eth0", "10.1.2.3"),
+        (f"{IN[:-2]} scope link; ip addr add 10.1.3.3/24 dev eth0; {DIRECT}", "10.1.3.3"),
+        (f"ip addr add 10.1.2.3 peer 10.1.2.9 dev eth0; {DIRECT}", "10.1.2.3"),
         (
             f"{ETH1}{IN}ip addr add 10.4.4.4/24 dev eth1; {GATE} metric 200; "
             "ip route add default via 10.4.4.1 metric 100",

@@ -3,7 +3,6 @@
 import os
 import resource
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -13,21 +12,14 @@ import pytest
 from agent.model.errors import BusError
 from agent.system.copy import Copies
 from agent.system.files import System
-from agent.system.opening import new_file
 from agent.system.process import host_runner
 from tests.fakes.no_process import no_process
+from tests.fakes.umask import umask
 
 
 @pytest.fixture
 def system(tmp_path: Path) -> System:
     return System(no_process, str(tmp_path))
-
-
-@pytest.fixture
-def no_umask() -> Iterator[None]:
-    old = os.umask(0)
-    yield
-    os.umask(old)
 
 
 def test_absolute_links_stay_below_the_root(system: System, tmp_path: Path) -> None:
@@ -92,23 +84,14 @@ def test_a_program_is_found_as_it_would_be_started(system: System) -> None:
     assert system.find_program("tool") == "/usr/sbin/tool"
 
 
-@pytest.mark.usefixtures("no_umask")
-def test_a_new_file_is_its_owners_alone_and_replaces_nothing(system: System, tmp_path: Path) -> None:
-    """Until its content is complete and its mode is set, nobody else may read it, and no link may lead it elsewhere.
-
-    Whoever can open a lock can hold it forever.
-    """
-    (tmp_path / "there").write_text("another program's")
+def test_a_lock_is_its_owners_alone_and_not_made_behind_a_link(system: System, tmp_path: Path) -> None:
+    """Whoever can open a lock can hold it forever."""
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    new_file(str(tmp_path / "new")).close()
-    for name in ("there", "link", "new"):
-        with pytest.raises(FileExistsError):
-            new_file(str(tmp_path / name))
-    os.close(system.open_lock("/lock"))
-    with pytest.raises(OSError, match="symbolic links"):
-        system.open_lock("/link")
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("new", "lock")] == [0o600, 0o600]
-    assert (tmp_path / "there").read_text() == "another program's"
+    with umask(0):
+        os.close(system.open_lock("/lock"))
+        with pytest.raises(OSError, match="symbolic links"):
+            system.open_lock("/link")
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "target").exists()
 
 
@@ -143,8 +126,9 @@ def test_only_regular_files_are_opened_and_no_descriptor_leaks(system: System, t
 
 def test_a_file_or_link_that_cannot_take_its_place_leaves_nothing(system: System, tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(IsADirectoryError) as caught:
         system.write("/place", b"content")
+    assert caught.value.filename == "/place"
     with pytest.raises(IsADirectoryError):
         system.link("/place", "target")
     assert os.listdir(tmp_path) == ["place"]
@@ -177,20 +161,17 @@ def test_a_device_behind_a_link_is_found_like_stat(tmp_path: Path) -> None:
     """statx(2) fills our own structure. This also works in /proc/PID/fd, where a link may lead to a removed file."""
     system = System(host_runner)
     for path in ("/dev/null", "/dev/full", "/dev/tty"):
-        status = os.stat(path)
-        (tmp_path / "link").symlink_to(path)
-        assert system.device_behind(str(tmp_path / "link")) == (os.major(status.st_rdev), os.minor(status.st_rdev))
-        (tmp_path / "link").unlink()
+        number = os.stat(path).st_rdev
+        system.link(str(tmp_path / "link"), path)
+        assert system.device_behind(str(tmp_path / "link")) == (os.major(number), os.minor(number))
     with open(tmp_path / "file", "wb") as file, open("/dev/null", "rb") as null:
         (tmp_path / "file").unlink()
         assert system.device_behind(f"/proc/self/fd/{file.fileno()}") is None
         assert system.device_behind(f"/proc/self/fd/{null.fileno()}") == (1, 3)
-    (tmp_path / "link").symlink_to("nothing")
-    with pytest.raises(FileNotFoundError, match="link"):
-        system.device_behind(str(tmp_path / "link"))
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(OSError, match="symbolic links"):
-        system.device_behind(str(tmp_path / "loop"))
+    for name, target, why in (("link", "nothing", "No such file"), ("loop", "loop", "symbolic links")):
+        system.link(str(tmp_path / name), target)
+        with pytest.raises(OSError, match=why):
+            system.device_behind(str(tmp_path / name))
 
 
 def test_a_system_below_another(tmp_path: Path) -> None:
@@ -233,10 +214,11 @@ def test_a_directory_keeps_its_time_of_birth(tmp_path: Path) -> None:
 
 def test_a_file_of_the_kernel_is_read_in_parts_to_its_end() -> None:
     """Its size is 0, and one read(2) returns at most a few pages."""
-    found = System(no_process).read("/proc/kallsyms", 64 << 20)
+    system, path = System(no_process), "/proc/kallsyms"
+    found = system.read(path, 64 << 20)
     assert len(found) > 1 << 17
     assert found.endswith(b"\n")
     with pytest.raises(OSError, match="larger than 100000 bytes"):
-        System(no_process).read("/proc/kallsyms", 100_000)
-    assert System(no_process).head("/proc/kallsyms", 100_000) == found[:100_000]
-    assert len(System(no_process).head("/proc/self/status", 1 << 20)) < 1 << 16
+        system.read(path, 100_000)
+    assert system.head(path, 100_000) == found[:100_000]
+    assert len(system.head("/proc/self/status", 1 << 20)) < 1 << 16

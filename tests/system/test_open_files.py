@@ -16,6 +16,7 @@ from agent.system.process import host_runner
 from agent.system.processes import find_holders
 from tests.fakes.host import Host
 from tests.fakes.processes import CONTAINER, MACHINE_GROUP, POD_GROUP, POD_UID, process, thread
+from tests.fakes.waiting import wait_for
 
 WANTED = {(195, 0): "/dev/nvidia0", (226, 128): "/dev/dri/renderD128"}
 
@@ -50,12 +51,8 @@ def test_holders_are_found_by_number_wherever_the_node_is(host: Host, tree: Path
 def test_a_pods_process_is_named_with_machine_pod_and_container(host: Host, tree: Path) -> None:
     process(tree, 4242, opened=("/dev/nvidia0",), group=POD_GROUP, inner=(77, 1), command=b"train")
     (holder,) = find_holders(host, WANTED).holders
-    assert (holder.machine, holder.inner_pids, holder.pod_uid, holder.container) == (
-        "gpu-node",
-        (77, 1),
-        POD_UID,
-        CONTAINER,
-    )
+    assert (holder.machine, holder.inner_pids) == ("gpu-node", (77, 1))
+    assert (holder.pod_uid, holder.container) == (POD_UID, CONTAINER)
     assert holder.describe() == (
         f"PID 4242 (train), machine gpu-node (PID 77 there), pod {POD_UID}, container {CONTAINER}: /dev/nvidia0"
     )
@@ -99,43 +96,29 @@ def test_a_process_that_cannot_be_inspected_may_have_it_open(host: Host, tree: P
     process(tree, 11, opened=("/dev/nvidia0",))
     host.failing["/proc/10/task/10/fd"] = PermissionError(errno.EACCES, "Permission denied")
     held = find_holders(host, WANTED)
-    assert held
     assert held.unseen == ("cannot inspect PID 10: Permission denied",)
     assert [each.pid for each in held.holders] == [11]
 
 
-@pytest.fixture
-def end() -> Iterator[threading.Event]:
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-class HangingHost(Host):
-    """A host where one process hangs in a driver, and the kernel cannot list its mappings."""
-
-    end: threading.Event
-
-    def lines(self, path: str) -> Iterator[bytes]:
-        if path in ("/proc/10/task/10/maps", "/proc/11/task/11/maps"):
-            self.end.wait()
-        return super().lines(path)
-
-
-def test_a_process_that_hangs_in_the_driver_delays_nobody(tmp_path: Path, end: threading.Event) -> None:
+def test_a_process_that_hangs_in_the_driver_delays_nobody(host: Host, tree: Path) -> None:
     """The process's open files are found nevertheless. A process that may only have mapped the device is reported."""
-    host = HangingHost(tmp_path)
-    host.end = end
-    host.node("/dev/nvidia0", 195, 0)
-    process(tmp_path, 10, opened=("/dev/nvidia0",))
-    process(tmp_path, 11)
-    process(tmp_path, 12, mapped="/dev/nvidia0")
+    end, lines = threading.Event(), host.lines
+
+    def hang(path: str) -> Iterator[bytes]:
+        if path in ("/proc/10/task/10/maps", "/proc/11/task/11/maps"):
+            end.wait(60)
+        return lines(path)
+
+    # The kernel cannot list the mappings of a process that hangs in a driver.
+    host.lines = hang  # type: ignore[method-assign]
+    process(tree, 10, opened=("/dev/nvidia0",))
+    process(tree, 11)
+    process(tree, 12, mapped="/dev/nvidia0")
     held = find_holders(host, WANTED)
     assert [each.pid for each in held.holders] == [10, 12]
     assert held.unseen == ("cannot inspect PID 11: no answer within 1 s",)
     end.set()
-    while stuck():
-        pass
+    wait_for(lambda: not stuck())
 
 
 @pytest.mark.parametrize(

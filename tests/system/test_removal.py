@@ -1,8 +1,10 @@
 """Removes trees with real mounts, in a mount namespace of their own."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,16 +74,36 @@ MOUNTS = {
 }
 
 
+LATE = """
+import subprocess, sys
+sys.path.insert(0, {directory!r})
+import removal
+real = removal.refuse_mounts
+def late(path):
+    real(path)
+    subprocess.run({mount!r}, shell=True, check=True)
+removal.refuse_mounts = late
+sys.exit(removal.main(sys.argv[1:]))
+"""
+
+
 @root
+@pytest.mark.parametrize("late", [False, True], ids=["before the check", "after the check"])
 @pytest.mark.parametrize("kind", MOUNTS)
-def test_nothing_is_removed_while_something_is_mounted(tree: Path, kind: str) -> None:
+def test_what_is_mounted_is_not_touched(tree: Path, kind: str, late: bool) -> None:
     """A bind mount of the same file system has the same device number."""
     before = sorted(tree.rglob("*"))
-    done = run(f"{MOUNTS[kind]}\nDOOR {tree}", tree)
-    assert done.returncode == MOUNTED
-    assert f"{tree}: not removed, because something is mounted there: " in done.stderr
-    assert "`umount " in done.stderr
-    assert {*before} <= {*tree.rglob("*")}
+    if late:
+        code = LATE.format(directory=str(Path(removal.__file__).parent), mount=MOUNTS[kind])
+        (tree.parent / "late.py").write_text(code)
+        done = run(f"{sys.executable} -S late.py {tree}", tree)
+        assert "was not touched; unmount it: `umount " in done.stderr
+    else:
+        done = run(f"{MOUNTS[kind]}\nDOOR {tree}", tree)
+        assert f"{tree}: not removed, because something is mounted there: " in done.stderr
+        assert "`umount " in done.stderr
+        assert {*before} <= {*tree.rglob("*")}, "nothing is removed"
+    assert done.returncode == MOUNTED, done.stderr
     assert (tree.parent / "data/kept").exists()
 
 
@@ -116,30 +138,6 @@ def test_a_check_changes_nothing(tree: Path) -> None:
     assert (tree / "file").exists()
 
 
-STALE = """
-import os, subprocess, sys
-sys.path.insert(0, {directory!r})
-import removal
-real = removal.refuse_mounts
-def late(path):
-    real(path)
-    subprocess.run({mount!r}, shell=True, check=True)
-removal.refuse_mounts = late
-sys.exit(removal.main(sys.argv[1:]))
-"""
-
-
-@root
-@pytest.mark.parametrize("kind", MOUNTS)
-def test_what_is_mounted_after_the_check_is_not_touched(tree: Path, kind: str) -> None:
-    code = STALE.format(directory=str(Path(removal.__file__).parent), mount=MOUNTS[kind])
-    (tree.parent / "late.py").write_text(code)
-    done = run(f"{sys.executable} -S late.py {tree}", tree)
-    assert done.returncode == MOUNTED, done.stderr
-    assert "was not touched; unmount it: `umount " in done.stderr
-    assert (tree.parent / "data/kept").exists()
-
-
 @root
 def test_a_race_with_mounts_that_come_and_go(tree: Path) -> None:
     """Whatever the moment, what is mounted stays complete."""
@@ -166,6 +164,15 @@ def flags(*words: str) -> None:
         pytest.skip(f"chattr: {done.stderr}")
 
 
+@contextlib.contextmanager
+def immutable(path: Path) -> Iterator[None]:
+    flags("+i", str(path))
+    try:
+        yield
+    finally:
+        flags("-i", str(path))
+
+
 @root
 @pytest.mark.parametrize("flag", ["i", "a"])
 def test_files_and_directories_that_cannot_be_changed_are_removed(tree: Path, flag: str) -> None:
@@ -185,12 +192,9 @@ def test_files_and_directories_that_cannot_be_changed_are_removed(tree: Path, fl
 @root
 def test_another_name_of_a_file_keeps_its_flags(tree: Path) -> None:
     os.link(tree.parent / "data/kept", tree / "a/kept")
-    flags("+i", str(tree.parent / "data/kept"))
-    try:
+    with immutable(tree.parent / "data/kept"):
         removal.remove(str(tree))
         listed = subprocess.run(["lsattr", tree.parent / "data/kept"], capture_output=True, text=True).stdout
-    finally:
-        flags("-i", str(tree.parent / "data/kept"))
     assert "i" in listed.split()[0]
     assert not tree.exists()
 
@@ -198,11 +202,8 @@ def test_another_name_of_a_file_keeps_its_flags(tree: Path) -> None:
 @root
 def test_the_directory_above_keeps_its_flags(tree: Path) -> None:
     """It is the administrator's."""
-    flags("+i", str(tree.parent))
-    try:
+    with immutable(tree.parent):
         done = run(f"DOOR {tree}", tree)
-    finally:
-        flags("-i", str(tree.parent))
     assert done.returncode == FAILED
     assert f"{tree}: Operation not permitted" in done.stderr
 

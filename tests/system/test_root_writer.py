@@ -10,6 +10,7 @@ import pytest
 
 from agent.system.files import System
 from tests.fakes.no_process import no_process
+from tests.fakes.umask import umask
 
 WRITTEN = "/etc/kubernetes/pki/ca.crt"
 
@@ -19,8 +20,8 @@ def root(tmp_path: Path) -> Path:
     """An empty root file system; the next directory has files of the host."""
     for each in ("root", "host/etc/kubernetes/pki"):
         (tmp_path / each).mkdir(parents=True)
-    (tmp_path / "host/etc/kubernetes/pki/ca.crt").write_text("the host's")
-    (tmp_path / "host/secret").write_text("the host's")
+    for each in ("etc/kubernetes/pki/ca.crt", "secret"):
+        (tmp_path / "host" / each).write_text("the host's")
     (tmp_path / "host/secret").chmod(0o755)
     return tmp_path / "root"
 
@@ -49,12 +50,9 @@ def _content(tree: Path) -> dict[str, str]:
 
 
 def test_a_file_replaces_another_with_its_mode(writer: System, root: Path) -> None:
-    old = os.umask(0o077)
-    try:
+    with umask(0o077):
         writer.write(WRITTEN, b"one")
         writer.write(WRITTEN, b"two", 0o640)
-    finally:
-        os.umask(old)
     file = root / WRITTEN.lstrip("/")
     assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"two", 0o640)
     assert [each.stat().st_mode & 0o777 for each in (file.parent, root / "etc")] == [0o755, 0o755]
@@ -69,11 +67,8 @@ def test_nobody_else_can_read_a_file_that_is_being_written(writer: System, root:
         modes.append((root / "etc/.key.unbounded-agent-new").stat().st_mode & 0o777)
         yield b"a kubelet"
 
-    old = os.umask(0)
-    try:
+    with umask(0):
         writer.stream("/etc/key", chunks(), 0o644)
-    finally:
-        os.umask(old)
     assert modes == [0o600]
     assert (root / "etc/key").read_bytes() == b"the key of a kubelet"
     assert (root / "etc/key").stat().st_mode & 0o777 == 0o644
@@ -128,22 +123,6 @@ def test_no_link_of_a_directory_leads_out(writer: System, root: Path, host: Path
     assert writer.read(WRITTEN, 100) == b"ours"
 
 
-def fifo(place: Path, host: Path) -> None:
-    os.mkfifo(place)
-
-
-def link_out(place: Path, host: Path) -> None:
-    place.symlink_to(host / "secret")
-
-
-def relative_link_out(place: Path, host: Path) -> None:
-    place.symlink_to(f"../../../../../../../../../../../..{host}/secret")
-
-
-def dangling(place: Path, host: Path) -> None:
-    place.symlink_to(host / "new")
-
-
 def listener(place: Path, host: Path) -> None:
     # A socket's path has at most 108 bytes.
     with closing(socket.socket(socket.AF_UNIX)) as server:
@@ -152,44 +131,39 @@ def listener(place: Path, host: Path) -> None:
         os.close(descriptor)
 
 
-def hard_link(place: Path, host: Path) -> None:
-    (place.parent / "other").write_text("another of the image's")
-    os.link(place.parent / "other", place)
+LINKS_OUT: dict[str, Callable[[Path, Path], object]] = {
+    "a link out": lambda place, host: place.symlink_to(host / "secret"),
+    "a relative link out": lambda place, host: place.symlink_to(f"../../../../../../../../../../../..{host}/secret"),
+    "a dangling link": lambda place, host: place.symlink_to(host / "new"),
+}
+IN_PLACE = {**LINKS_OUT, "a FIFO": lambda place, _: os.mkfifo(place), "a socket": listener}
 
 
-@pytest.mark.parametrize("put", [fifo, link_out, relative_link_out, dangling, listener, hard_link])
-def test_what_is_in_a_files_place_is_replaced(
-    writer: System, root: Path, host: Path, put: Callable[[Path, Path], None]
-) -> None:
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_what_is_in_a_files_place_is_replaced(writer: System, root: Path, host: Path, kind: str) -> None:
     """The same holds for the temporary file's place."""
     file = root / WRITTEN.lstrip("/")
     file.parent.mkdir(parents=True)
-    put(file, host)
-    if put is not hard_link:
-        put(file.with_name(".ca.crt.unbounded-agent-new"), host)
+    for place in (file, file.with_name(".ca.crt.unbounded-agent-new")):
+        IN_PLACE[kind](place, host)
     writer.write(WRITTEN, b"ours")
     assert not file.is_symlink()
     assert file.read_bytes() == b"ours"
-    if put is hard_link:
-        assert (file.parent / "other").read_text() == "another of the image's"
 
 
-@pytest.mark.parametrize("put", [link_out, relative_link_out, dangling])
-def test_reading_never_leaves_the_root(
-    writer: System, root: Path, host: Path, put: Callable[[Path, Path], None]
-) -> None:
-    put(root / "file", host)
+def test_another_name_of_a_file_keeps_its_content(writer: System, root: Path) -> None:
+    (root / "other").write_text("another of the image's")
+    os.link(root / "other", root / "file")
+    writer.write("/file", b"ours")
+    assert [(root / name).read_text() for name in ("file", "other")] == ["ours", "another of the image's"]
+
+
+@pytest.mark.parametrize("kind", LINKS_OUT)
+def test_reading_never_leaves_the_root(writer: System, root: Path, host: Path, kind: str) -> None:
+    LINKS_OUT[kind](root / "file", host)
     with pytest.raises(FileNotFoundError):
         writer.read("/file", 100)
     assert not writer.is_program("/file")
-
-
-def test_a_directory_in_a_files_place_is_an_error(writer: System, root: Path) -> None:
-    (root / "etc/file").mkdir(parents=True)
-    with pytest.raises(IsADirectoryError) as caught:
-        writer.write("/etc/file", b"ours")
-    assert caught.value.filename == "/etc/file"
-    assert os.listdir(root / "etc") == ["file"]
 
 
 def test_a_root_that_is_a_link_is_refused(root: Path) -> None:

@@ -16,14 +16,17 @@ import pytest
 from agent.model.errors import CommandError
 from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Runner, TimeLimitError, host_runner, run_checked
 from agent.system.tool_runner import tool_runner
+from tests.fakes.umask import umask
 
 Shell = Callable[..., tuple[int, bytes, bytes]]
 
 
-@pytest.fixture(params=["host", "tool"])
+RUNNERS: dict[str, Runner] = {"host_runner": host_runner, "tool_runner": tool_runner}
+
+
+@pytest.fixture(params=RUNNERS)
 def runner(request: pytest.FixtureRequest) -> Runner:
-    runners: dict[str, Runner] = {"host": host_runner, "tool": tool_runner}
-    return runners[request.param]
+    return RUNNERS[request.param]
 
 
 @pytest.fixture
@@ -51,9 +54,8 @@ def test_endless_output_is_cut_just_above_the_limit(runner: Runner) -> None:
 
 def test_a_host_command_that_prints_a_gibibyte_is_killed_earlier() -> None:
     """Output goes to memory, of which the service may use half a gibibyte."""
-    with pytest.raises(
-        CommandError, match=r"head -c 1073741824 /dev/zero: killed, because its output, .* exceeds 67108864 bytes"
-    ):
+    killed = r"head -c 1073741824 /dev/zero: killed, because its output, .* exceeds 67108864 bytes"
+    with pytest.raises(CommandError, match=killed):
         run_checked(host_runner, ("head", "-c", str(1 << 30), "/dev/zero"), 60)
 
 
@@ -94,38 +96,35 @@ def test_a_tool_writes_large_files_and_uses_the_proxy(tmp_path: Path, monkeypatc
 
 def test_a_tool_that_unpacks_makes_directories_that_other_users_can_enter() -> None:
     """Even if root's umask is 077: umoci makes the root of a root file system with mode 0755, minus the umask."""
-    before = os.umask(0o077)
-    try:
+    with umask(0o077):
         assert tool_runner(("sh", "-c", "umask"), 20).stdout == b"0022\n"
-    finally:
-        os.umask(before)
+
+
+DIRECT = "pass"
+# A signal comes while the main thread starts another one: its signals are blocked then, and another thread gets it.
+WORKER = "from agent.system.deadlines import bounded; bounded('nothing', int, 5)"
+BLOCKED = f"{WORKER}; signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGINT}})"
+# On a busy host, the program may already run for a while when the agent gets its number.
+SLOW = "import subprocess, time; P = subprocess.Popen"
+SLOW += "; subprocess.Popen = lambda *a, **k: (P(*a, **k), time.sleep(0.5))[0]"
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
-    [("tool_runner", signal.SIGKILL), ("tool_runner", signal.SIGINT), ("host_runner", signal.SIGINT)],
+    ("name", "number", "before"),
+    [
+        ("tool_runner", signal.SIGKILL, DIRECT),
+        ("tool_runner", signal.SIGINT, DIRECT),
+        ("host_runner", signal.SIGINT, DIRECT),
+        ("tool_runner", signal.SIGINT, BLOCKED),
+        ("host_runner", signal.SIGINT, SLOW),
+    ],
+    ids=["a tool, killed", "a tool", "a host's program", "another thread got the signal", "it has only just started"],
 )
-def test_a_program_ends_with_the_agent(tmp_path: Path, name: str, number: int) -> None:
-    """If a tool lived on, it would write files while the next attempt removes them; kubectl would go on evicting."""
-    check_that_a_program_ends(tmp_path, name, number)
+def test_a_program_ends_with_the_agent(tmp_path: Path, name: str, number: int, before: str) -> None:
+    """If a tool lived on, it would write files while the next attempt removes them; kubectl would go on evicting.
 
-
-def test_a_program_ends_with_the_agent_although_another_thread_got_the_signal(tmp_path: Path) -> None:
-    """So it is if a signal comes while the main thread starts another one: its signals are blocked then."""
-    worker = "from agent.system.deadlines import bounded; bounded('nothing', int, 5)"
-    blocked = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})"
-    check_that_a_program_ends(tmp_path, "tool_runner", signal.SIGINT, f"{worker}; {blocked}")
-
-
-def test_a_program_ends_with_the_agent_although_it_has_only_just_started(tmp_path: Path) -> None:
-    """On a busy host, the program may already run for a while when the agent gets its number."""
-    slow = "import subprocess, time; P = subprocess.Popen"
-    slow += "; subprocess.Popen = lambda *a, **k: (P(*a, **k), time.sleep(0.5))[0]"
-    check_that_a_program_ends(tmp_path, "host_runner", signal.SIGINT, slow)
-
-
-def check_that_a_program_ends(tmp_path: Path, name: str, number: int, before: str = "pass") -> None:
-    """Send a signal to an agent that has run the statements `before`, and then a program, of a minute."""
+    The agent runs the statements `before`, and then a program, of a minute.
+    """
     pid_file = tmp_path / "pid"
     script = f"echo $$ >{pid_file}; exec sleep 60"
     # A job in the background has ignored SIGINT since its start.
@@ -149,27 +148,22 @@ def test_what_is_no_program(runner: Runner, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     before = os.listdir("/proc/self/fd")
     unusable = FileNotFoundError if runner is tool_runner else PermissionError
-    for program, error in (
-        ("nonexistent-program", FileNotFoundError),
-        ("/nonexistent/program", FileNotFoundError),
-        (str(tmp_path / "file"), unusable),
-    ):
-        with pytest.raises(error):
+    for program in ("nonexistent-program", "/nonexistent/program", str(tmp_path / "file")):
+        with pytest.raises(unusable if program.startswith(str(tmp_path)) else FileNotFoundError):
             runner((program,), 1)
     assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("content", [b"", b"true\n", b"#!/nonexistent\n", b"\x7fELF\x02\x01\x01"])
-@pytest.mark.parametrize("run", [host_runner, tool_runner])
 def test_what_the_kernel_does_not_run_is_neither_called_missing_nor_run_by_a_shell(
-    run: Runner, content: bytes, tmp_path: Path
+    runner: Runner, content: bytes, tmp_path: Path
 ) -> None:
     """A crash may leave an empty program, and nobody should look for the package of a script that is there."""
     program = tmp_path / "program"
     program.write_bytes(content)
     program.chmod(0o755)
     with pytest.raises(CommandError, match=f"^{program}: cannot be started: "):
-        run_checked(run, (str(program),), 20)
+        run_checked(runner, (str(program),), 20)
 
 
 def test_the_time_limit_kills_everything_that_was_started(shell: Shell, tmp_path: Path) -> None:
@@ -187,21 +181,18 @@ def test_the_time_limit_kills_everything_that_was_started(shell: Shell, tmp_path
 
 
 AT_A_TERMINAL = """
-import sys
-from agent.system.process import host_runner
-from agent.system.tool_runner import tool_runner
-runner = {"host": host_runner, "tool": tool_runner}[sys.argv[1]]
+from agent.system.{} import {} as runner
 open("/dev/tty").close()
 print("opened it:", runner(("sh", "-c", ": > /dev/tty"), 20).status == 0)
 """
 
 
-@pytest.mark.parametrize("name", ["host", "tool"])
-def test_a_program_has_no_terminal_of_ours(name: str) -> None:
+@pytest.mark.parametrize("names", [("process", "host_runner"), ("tool_runner", "tool_runner")])
+def test_a_program_has_no_terminal_of_ours(names: tuple[str, str]) -> None:
     """On a terminal that root's shell has too, it could type commands into that shell (TIOCSTI)."""
     child, terminal = pty.fork()
     if child == 0:
-        os.execv(sys.executable, (sys.executable, "-c", AT_A_TERMINAL, name))
+        os.execv(sys.executable, (sys.executable, "-c", AT_A_TERMINAL.format(*names)))
     output = b""
     # EIO: the child has closed its side.
     with contextlib.suppress(OSError):

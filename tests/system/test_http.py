@@ -1,28 +1,33 @@
-"""Downloads from real servers on this host, with redirects that are followed and redirects that are refused."""
+"""Requests and downloads from real servers on this host, with a CA of its own, and redirects."""
 
+import socket
+import ssl
+import time
 import urllib.error
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from agent.system.http import open_url
-from tests.fakes.web_server import certificate, serving
+from agent.system.http import ask, open_url
+from tests.fakes.web_server import certificate, certificate_of_an_intermediate_ca, serving
 
 pytestmark = pytest.mark.processes
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Redirects /to/URL to the URL, and /again/N to /again/N-1 until N is 0."""
+    """Redirects /to/URL to the URL, and /again/N to /again/N-1 until N is 0. Accepts one token at /api."""
 
     asked: list[tuple[str, str]]
 
     def do_GET(self) -> None:
         self.asked.append((self.command, self.path))
-        kind, rest = self.path[1:].split("/", 1)
+        kind, _, rest = self.path[1:].partition("/")
         target = rest if kind == "to" else f"/again/{int(rest) - 1}" if kind == "again" and rest != "0" else ""
-        self.send_response(302 if target else 200)
+        refused = kind == "api" and self.headers["Authorization"] != "Bearer good"
+        self.send_response(302 if target else 401 if refused else 200)
         self.send_header("Location", target)
         self.end_headers()
         if self.command == "GET":
@@ -35,9 +40,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, str]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The servers' certificate."""
+    return certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def urls(made: Path) -> Iterator[tuple[str, str, str]]:
     """A mirror, another host to which it redirects, and the mirror without TLS."""
-    made = certificate(tmp_path_factory.mktemp("tls"))
     with (
         serving(Handler, made) as first,
         serving(Handler, made) as second,
@@ -97,3 +107,49 @@ def test_another_ca_is_refused(urls: tuple[str, str, str], monkeypatch: pytest.M
     monkeypatch.delenv("SSL_CERT_FILE")
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
         fetched(f"{urls[0]}/file/kubelet")
+
+
+# Requests with the CAs of the caller, not those of the host.
+
+
+def test_the_token_decides_and_the_clock_is_read(urls: tuple[str, str, str], made: Path) -> None:
+    url, ca = urls[0], made.read_bytes()
+    good = ask(f"{url}/api", ca=ca, token="good")
+    assert good.status == 200
+    assert good.date is not None
+    assert abs(good.date - time.time()) < 10
+    assert ask(f"{url}/api", ca=ca, token="bad").status == 401
+
+
+def test_what_kubernetes_clients_accept_is_accepted(tmp_path: Path) -> None:
+    """A CA that is not a root, certificates without key identifiers, and comments in any language between them.
+
+    By default, Python 3.11 refuses the first, and Python 3.13 the second.
+    """
+    made, ca = certificate_of_an_intermediate_ca(tmp_path)
+    with serving(Handler, made) as port:
+        assert ask(f"https://127.0.0.1:{port}/api", ca="# F\u0151tan\xfas\xedtv\xe1ny\n".encode() + ca).status == 401
+
+
+def test_a_certificate_that_names_the_server_in_the_subject_only_is_refused(tmp_path: Path) -> None:
+    """As by Go ("relies on legacy Common Name field"): the kubelet could not join through this server."""
+    made = certificate(tmp_path, "-subj", "/CN=localhost")
+    with serving(Handler, made) as port, pytest.raises(ssl.SSLCertVerificationError):
+        ask(f"https://localhost:{port}/api", ca=made.read_bytes())
+
+
+def test_attack_no_ca_at_all_does_not_mean_the_hosts(urls: tuple[str, str, str]) -> None:
+    """Which trusts the server."""
+    for content in (b"", b"no certificate", b"\xff", b"\n"):
+        with pytest.raises(ValueError, match="PEM"):
+            ask(urls[0], ca=content, token="good")
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [("https://127.0.0.1:1", ConnectionRefusedError), ("https://nowhere.invalid", socket.gaierror), ("", ssl.SSLError)],
+)
+def test_what_cannot_be_asked(urls: tuple[str, str, str], tmp_path: Path, url: str, kind: type[OSError]) -> None:
+    """The last one has a certificate of another CA."""
+    with pytest.raises(kind):
+        ask(f"{url or urls[0]}/api", ca=certificate(tmp_path).read_bytes())
