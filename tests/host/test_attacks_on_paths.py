@@ -5,6 +5,7 @@ A machine shares two directories with its host: the report's, and the handoff's,
 
 import hashlib
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -21,11 +22,10 @@ from agent.host.reconcile import Outcome, Reconciler
 from agent.model.conditions import Condition
 from agent.model.paths import REPORT_NAME, conditions_file, fabric_file, handoff_file, report_directory
 from agent.system.files import temporary_path
-from agent.system.process import Completed
-from tests.fakes.clearing import clear_below, clears
 from tests.fakes.dead_links import TARGET, hang
+from tests.fakes.driver_generations import RunnerThatClears
 from tests.fakes.gpu_host import MACHINE, set_up
-from tests.fakes.host import Host, ScriptedRunner
+from tests.fakes.host import Host
 
 BAD = "bad"
 SECRET = "a-secret-of-the-hosts"
@@ -39,22 +39,16 @@ IN_PLACE = (f"{report_directory(BAD)}/{REPORT_NAME}", handoff_file(BAD), conditi
 IN_THE_MAKING = (temporary_path(handoff_file(BAD)), temporary_path(conditions_file(BAD)))
 
 
-class Clearing(ScriptedRunner):
-    """Removes trees below the host's tree, and scripts everything else."""
-
-    tree = ""
-
-    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
-        return clear_below(self.tree, argv) if clears(argv) else super().__call__(argv, timeout)
-
-
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
-    """A host with two GPUs, two running machines, and files that no machine may reach."""
-    runner = Clearing()
-    runner.tree = str(tmp_path / "host")
-    (tmp_path / "host").mkdir()
-    host = set_up(Host(tmp_path / "host", runner=runner))
+    """A host with two GPUs, two running machines, and files that no machine may reach.
+
+    It has no driver's files: with them, each of the many passes would take twice as long.
+    """
+    tree = tmp_path / "host"
+    host = set_up(Host(tree, runner=RunnerThatClears(tree)))
+    shutil.rmtree(tree / "usr/lib/x86_64-linux-gnu")
+    host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
     for machine in (MACHINE, BAD):
         host.make_directory(f"/var/lib/machines/{machine}")
         host.make_directory(report_directory(machine))
@@ -166,8 +160,8 @@ def test_attack_on_a_path(host: Host, paths: tuple[str, ...], opened_devices: li
     assert well.failures == ()
     for number in range(len(kinds)):
         attacks = dict(zip(paths, kinds[number:] + kinds[:number], strict=False))
+        subprocess.run(["rm", "-rf", *(host.root + path for path in attacks)], check=True)
         for path, kind in attacks.items():
-            subprocess.run(["rm", "-rf", host.root + path], check=True)
             ATTACKS[kind](host, Path(host.root + path))
         if paths is IN_THE_MAKING:
             # So that a pass makes them.
@@ -236,8 +230,7 @@ def test_attack_by_a_racing_renamer(host: Host) -> None:
     finally:
         renamer.send_signal(signal.SIGKILL)
         renamer.wait()
-    for path in places:
-        subprocess.run(["rm", "-rf", path], check=True)
+    subprocess.run(["rm", "-rf", *places], check=True)
     reconciler.reconcile()
     assert reconciler.reconcile().failures == ()
     assert host.is_file(handoff_file(BAD))

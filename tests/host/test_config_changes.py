@@ -92,17 +92,6 @@ def test_reset_leaves_a_machine_that_was_added_meanwhile(tmp_path: Path) -> None
     assert has_settings(node, SECOND)
 
 
-def test_a_machine_that_is_removed_while_its_start_waits_keeps_its_settings(two_machines: Host) -> None:
-    """prepare@ may wait for the driver for minutes. ActiveState is `inactive` until the machine's unit starts."""
-    process(two_machines, NEW).reconcile()
-    two_machines.bus.jobs[machine_unit(SECOND)] = "start"
-    process(two_machines, OLD).reconcile()
-    assert has_settings(two_machines, SECOND)
-    two_machines.bus.jobs.clear()
-    process(two_machines, OLD).reconcile()
-    assert not two_machines.exists(nspawn_file(SECOND)), "its start was cancelled"
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_reset_of_the_last_node_leaves_the_drivers_to_a_machine_that_keeps_its_settings(
     tmp_path: Path, enabled: bool
@@ -126,20 +115,24 @@ def test_the_reset_of_the_last_node_leaves_the_drivers_to_a_machine_that_keeps_i
     assert (has_settings(node, SECOND), node.exists(f"{MANIFESTS}/0.json")) == (enabled, enabled)
 
 
-def test_a_stopped_machine_that_was_removed_keeps_its_settings_as_long_as_it_is_enabled(two_machines: Host) -> None:
-    """Whoever made the machine: without the settings, the template's -U would apply when the host boots."""
-    unit = machine_unit(SECOND)
+def test_a_removed_machine_keeps_its_settings_while_it_would_start_with_them(two_machines: Host) -> None:
+    """Whoever made the machine: without the settings, the template's -U would apply."""
+    process(two_machines, NEW).reconcile()
+    unit, removed = machine_unit(SECOND), process(two_machines, OLD)
+    # prepare@ may wait for the driver for minutes. ActiveState is `inactive` until the machine's unit starts.
+    two_machines.bus.jobs[unit] = "start"
+    removed.reconcile()
+    assert has_settings(two_machines, SECOND)
+    two_machines.bus.jobs.clear()
     link = f"/etc/systemd/system/machines.target.wants/{unit}"
     two_machines.link(link, "/usr/lib/systemd/system/systemd-nspawn@.service")
-    process(two_machines, NEW).reconcile()
     two_machines.bus.unit(unit, "inactive", load="masked", stopped_at=1)
-    _, planned, _ = process(two_machines, OLD).preview()
+    _, planned, _ = removed.preview()
     # systemd ignores a masked unit that it should disable, and succeeds, so the settings would always stay.
     assert f"`systemctl unmask {unit} && machinectl disable {SECOND}` ends that" in planned.held[SECOND]
     two_machines.bus.unit(unit, "inactive", stopped_at=1)
-    removed = process(two_machines, OLD)
     removed.reconcile()
     assert has_settings(two_machines, SECOND)
     two_machines.remove(link)
     removed.reconcile()
-    assert not two_machines.exists(nspawn_file(SECOND))
+    assert not two_machines.exists(nspawn_file(SECOND)), "its start was cancelled, and it is disabled"

@@ -32,7 +32,7 @@ from agent.model.paths import (
 from agent.vendors.nvidia.places import HOST_CACHE
 from tests.fakes.driver_generations import NEWER, RunnerThatClears, condition, driver_root, start_machine, upgrade
 from tests.fakes.facts import FILES, VERSION, facts, library, nvidia
-from tests.fakes.gpu_host import MACHINE, reconciler, set_up, units
+from tests.fakes.gpu_host import MACHINE, reconciler, set_up
 from tests.fakes.host import Host
 from tests.fakes.user_space import bare, put
 
@@ -40,8 +40,7 @@ from tests.fakes.user_space import bare, put
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
     tree = tmp_path / "host"
-    host = set_up(Host(tree, runner=RunnerThatClears(tree)))
-    return host
+    return set_up(Host(tree, runner=RunnerThatClears(tree)))
 
 
 CONFIG = Config(machines={MACHINE: MachineSettings()})
@@ -55,6 +54,7 @@ def recorded_roots(host: Host) -> tuple[int, ...]:
 
 
 def test_an_upgrade_waits_for_the_module_and_then_replaces_everything(host: Host) -> None:
+    """What the machine was handed before is kept until it restarts."""
     start_machine(host)
     before = host.identity(handoff_file(MACHINE))
     upgrade(host)
@@ -78,6 +78,12 @@ def test_an_upgrade_waits_for_the_module_and_then_replaces_everything(host: Host
     assert driver_root(host) == "/run/host-nvidia/1"
     (request,) = parse_handoff(host.read(handoff_file(MACHINE))).requests
     assert not [file for file in request.files if VERSION in file.target]
+    assert recorded_roots(host) == (0, 1)
+    assert reconciler(host).reconcile().actions == ()
+    assert host.exists(f"{TREES}/0/usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}")
+    start_machine(host)
+    assert recorded_roots(host) == (1,)
+    assert (host.entries(TREES), host.entries(MANIFESTS), host.entries(REMOVED)) == (("1",), ("1.json",), ())
 
 
 @pytest.mark.parametrize("module", [NEWER, ""])
@@ -98,23 +104,6 @@ def test_one_failed_look_at_the_grant_takes_no_driver_root_away(host: Host, modu
     assert host.read(handoff_file(MACHINE)) == handed
 
 
-def test_a_handed_root_is_kept_until_the_machine_restarts(host: Host) -> None:
-    start_machine(host)
-    upgrade(host)
-    host.file("/sys/module/nvidia/version", f"{NEWER}\n")
-    reconciler(host).reconcile()
-    assert driver_root(host) == "/run/host-nvidia/1"
-    assert recorded_roots(host) == (0, 1)
-    assert reconciler(host).reconcile().actions == ()
-    library = f"{TREES}/0/usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}"
-    assert host.exists(library)
-    start_machine(host)
-    assert recorded_roots(host) == (1,)
-    assert not host.exists(f"{TREES}/0")
-    assert host.entries(MANIFESTS) == ("1.json",)
-    assert host.entries(REMOVED) == ()
-
-
 def test_a_reverted_upgrade_leaves_nothing(host: Host) -> None:
     """The waiting driver root was never handed to a machine."""
     start_machine(host)
@@ -128,30 +117,17 @@ def test_a_reverted_upgrade_leaves_nothing(host: Host) -> None:
     assert not host.exists(f"{TREES}/1")
 
 
-def test_unused_roots_make_room_for_a_new_one(host: Host) -> None:
-    """A stopped machine's old driver root is removed before the new one is staged, not after."""
+def test_what_a_killed_pass_left_is_removed(host: Host) -> None:
+    """It was killed during a removal, or before it had written the manifest."""
     start_machine(host)
-    units(host, "inactive")
-    upgrade(host)
-    host.file("/sys/module/nvidia/version", f"{NEWER}\n")
-    host.write(f"{MANIFESTS}/0.json", b"spoiled")
-    host.make_directory(f"{TREES}/1")
+    for leftover in (f"{REMOVED}/7/d", f"{STAGING}/3", f"{TREES}/1"):
+        host.make_directory(leftover)
     outcome = reconciler(host).reconcile()
-    kinds = [action.kind for action in outcome.actions]
-    assert kinds.index("remove") < kinds.index("stage")
-    assert driver_root(host) == "/run/host-nvidia/2"
-    # The current handoff still names root 0, so the next pass removes it.
-    assert "remove driver root 1 (incomplete), which nothing uses" in outcome.sentences
-    assert reconciler(host).reconcile().sentences == ("remove driver root 0 (incomplete), which nothing uses",)
-
-
-def test_a_killed_removal_is_completed(host: Host) -> None:
-    start_machine(host)
-    host.make_directory(f"{REMOVED}/7/d")
-    host.make_directory(f"{STAGING}/3")
-    outcome = reconciler(host).reconcile()
-    assert outcome.sentences == (f"remove leftovers of driver roots: {STAGING}/3, {REMOVED}/7",)
-    assert host.entries(REMOVED) == host.entries(STAGING) == ()
+    assert outcome.sentences == (
+        f"remove leftovers of driver roots: {STAGING}/3, {REMOVED}/7",
+        "remove driver root 1 (incomplete), which nothing uses",
+    )
+    assert (host.entries(REMOVED), host.entries(STAGING), host.entries(TREES)) == ((), (), ("0",))
 
 
 def test_a_rebuilt_driver_in_the_same_place_is_used(host: Host) -> None:
@@ -212,8 +188,8 @@ def of_version(version: str, directory: str) -> tuple[Library, ...]:
     return (library(f"usr/lib/libcuda.so.{version}", f"{directory}/libcuda.so.{version}", size=30),)
 
 
-def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...]) -> tuple[StagedRoot, ...]:
-    """Return the driver roots of a machine with `kept`, if `directory` has the same version and more files."""
+def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...]) -> bool:
+    """Return whether a machine stays with `kept`, if `directory` has the same version and more files."""
     files = tuple(replace(each, size=31) for each in of_version(VERSION, directory))
     vendor = nvidia()
     assert vendor.driver is not None
@@ -225,43 +201,32 @@ def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...])
     new = StagedRoot(1, "nvidia", VERSION, files)
     assert plan(CONFIG, replace(found, staged=())).goal.driver_roots == (replace(new, index=1),), "it is spoiled"
     assert goal.driver_roots in ((kept,), (new,))
-    return goal.driver_roots
+    return goal.driver_roots == (kept,)
+
+
+GOOGLE, CONFIGURED = "Container-Optimized OS", "driver.library_directories"
 
 
 @pytest.mark.parametrize(
-    ("place", "directory", "key", "stays"),
+    ("kept_in", "found_in", "directory", "stays"),
     [
-        ("/opt/nvidia", "/opt/nvidia/lib64", "", True),
-        ("driver.library_directories", "/opt/nvidia/lib64", "driver.library_directories", False),
-        (HOST_CACHE, "/usr/lib", "", False),
+        (HOST_CACHE, {"place_name": "/opt/nvidia"}, "/opt/nvidia/lib64", True),
+        (HOST_CACHE, {"place_name": HOST_CACHE}, "/usr/lib", False),
+        (HOST_CACHE, {"place_name": CONFIGURED, "place_key": CONFIGURED}, "/opt/lib64", False),
+        ("NixOS", {"place_name": "NixOS"}, "/nix/store/bbb", False),
+        ("Talos", {"place_name": "/opt/nvidia", "refused_places": (GOOGLE,)}, "/opt/lib64", True),
+        # Places that are no longer trusted: refused, configured once but no longer, or unknown to this release.
+        (GOOGLE, {"place_name": "/opt/nvidia", "refused_places": (GOOGLE,)}, "/opt/lib64", False),
+        ("driver.root", {"place_name": "/opt/nvidia"}, "/opt/lib64", False),
+        ("a later release's", {"place_name": "/opt/nvidia"}, "/opt/lib64", False),
     ],
 )
-def test_a_machine_does_not_change_to_the_same_version_in_another_place(
-    place: str, directory: str, key: str, stays: bool
+def test_a_machine_changes_to_the_same_version_only_in_the_same_place(
+    kept_in: str, found_in: dict[str, str | tuple[str, ...]], directory: str, stays: bool
 ) -> None:
     """While the module is loaded, an upgrade of the packages must not let other files of its version take over."""
-    kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/usr/lib64"), place=HOST_CACHE)
-    assert (serving(kept, directory, place_name=place, place_key=key) == (kept,)) == stays
-
-
-@pytest.mark.parametrize(
-    ("kept_in", "place", "refused", "stays"),
-    [
-        (HOST_CACHE, "/opt/nvidia", (), True),
-        ("Talos", "/opt/nvidia", ("Container-Optimized OS",), True),
-        ("NixOS", "NixOS", (), False),
-        ("Container-Optimized OS", "/opt/nvidia", ("Container-Optimized OS",), False),
-        ("driver.root", "/opt/nvidia", (), False),
-        ("a later release's", "/opt/nvidia", (), False),
-    ],
-)
-def test_new_files_in_the_same_place_are_used_unless_untrusted(
-    kept_in: str, place: str, refused: tuple[str, ...], stays: bool
-) -> None:
-    """A configured place that has changed or disappeared is not trusted either."""
-    kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/nix/store/aaa"), place=kept_in)
-    found = serving(kept, "/nix/store/bbb", place_name=place, refused_places=refused)
-    assert (found == (kept,)) == stays
+    kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/usr/lib64"), place=kept_in)
+    assert serving(kept, directory, **found_in) is stays
 
 
 def test_on_a_host_that_booted_without_the_module_the_newest_is_used() -> None:
@@ -376,11 +341,10 @@ def test_staging_removes_its_own_leftovers_and_comes_after_the_others() -> None:
     assert RemoveStaleStaging((path, removed)) in diff(plan(CONFIG, done), done).actions
 
 
-@pytest.mark.parametrize("data", [b"", b'{"version": 2, "indices": []}'])
-def test_a_record_of_unknown_format_is_ignored(host: Host, data: bytes) -> None:
+def test_a_damaged_record_of_handed_roots_is_ignored(host: Host) -> None:
     """Then nothing is removed until the machine's next start, which begins a new record."""
     start_machine(host)
-    host.write(handed_roots_file(MACHINE), data)
+    host.write(handed_roots_file(MACHINE), b"")
     upgrade(host)
     host.file("/sys/module/nvidia/version", f"{NEWER}\n")
     reconciler(host).reconcile()

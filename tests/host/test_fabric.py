@@ -5,14 +5,15 @@ import pytest
 from agent.host.reconcile import Reconciler
 from agent.host.state.records import read_history, write_history
 from agent.host.verify.readiness import STARTING_LIMIT
-from agent.model.conditions import Condition, ConditionType, Reason, Status, true
+from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import BusError
-from agent.model.facts import PciDevice, render_live
-from agent.model.handoff import FabricAnswer, Handoff, Publication, Report, parse_handoff, render_report
-from agent.model.paths import REPORT_NAME, fabric_file, handoff_file, live_file, report_directory
+from agent.model.facts import PciDevice
+from agent.model.handoff import FabricAnswer
+from agent.model.paths import fabric_file
+from tests.fakes import sound_host
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
-from tests.fakes.reports import IN_MACHINE
+from tests.fakes.sound_host import ALL_OPEN
 
 GPUS = ("0000:01:00.0", "0000:02:00.0")
 MANAGER = UNITS[2]
@@ -20,39 +21,16 @@ KIND = ConditionType.FABRIC_READY
 FILE = fabric_file(MACHINE)
 
 
-def handoff(host: Host) -> Handoff:
-    return parse_handoff(host.read(handoff_file(MACHINE)))
-
-
 def report(host: Host, state: str = "", status: str = "N/A", gpus: tuple[str, ...] = GPUS) -> None:
     """Let the machine answer the handoff; without a state, no GPU answers about its fabric."""
-    fine = tuple(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE)
-    opened = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
-    identity = host.identity(handoff_file(MACHINE))
-    document = render_report(
-        Report(
-            handoff(host).generation,
-            (opened, *fine),
-            (),
-            "",
-            "0.1.0",
-            {},
-            2,
-            publication=Publication(identity.inode, identity.mtime_ns),
-            fabric=tuple(FabricAnswer(gpu, state, status) for gpu in gpus) if state else (),
-        )
-    )
-    host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", document)
+    sound_host.report(host, ALL_OPEN, fabric=tuple(FabricAnswer(gpu, state, status) for gpu in gpus if state))
 
 
 @pytest.fixture
 def agent(gpu_host: Host) -> Reconciler:
     """The agent of a host with a running machine, and a Fabric Manager that is installed and stopped."""
     agent = reconciler(gpu_host)
-    (machine,) = agent.reconcile().machines
-    assert machine.start_settings
-    gpu_host.write(live_file(MACHINE), render_live(machine.start_settings))
-    units(gpu_host, "active")
+    sound_host.start(gpu_host, agent)
     report(gpu_host, "N/A")
     agent.reconcile()
     return agent

@@ -86,9 +86,5 @@ def test_a_pass_grows_linearly_at_most(
         tree.mkdir()
         host = set_up(Host(tree))
         found.append(calls_of_a_pass(host, enlarge(host, size)))
-    assert slope(sizes, found) <= SLOPE, dict(zip(sizes, found, strict=True))
-
-
-def slope(sizes: tuple[int, ...], values: list[int]) -> float:
-    """Return the slope of a straight line through the logarithms, by least squares."""
-    return linear_regression([math.log(each) for each in sizes], [math.log(each) for each in values]).slope
+    line = linear_regression([math.log(each) for each in sizes], [math.log(each) for each in found])
+    assert line.slope <= SLOPE, dict(zip(sizes, found, strict=True))

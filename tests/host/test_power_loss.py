@@ -70,13 +70,11 @@ def disk(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def test_what_a_pass_sets_up_survives_a_power_loss(gpu_host: Host, disk: Disk) -> None:
+    """A file is recorded on disk before it exists, and a driver root is on disk before it is recorded."""
     assert reconciler(gpu_host).run_pass().failures == ()
-    assert ("rename", nspawn_file(MACHINE)) in disk.calls
+    recorded, written = disk.calls.index(("rename", OWNED)), disk.calls.index(("rename", nspawn_file(MACHINE)))
+    assert ("fsync", os.path.dirname(OWNED)) in disk.calls[recorded:written]
     assert disk.unsynced() == []
-
-
-def test_a_driver_root_is_on_disk_before_it_is_recorded(gpu_host: Host, disk: Disk) -> None:
-    assert reconciler(gpu_host).run_pass().failures == ()
     synced = disk.calls[: disk.calls.index(("rename", f"{MANIFESTS}/0.json"))]
     tree = Path(gpu_host.full_path(f"{TREES}/0"))
     copies = [path for path in tree.rglob("*") if path.is_file() and not path.is_symlink()]
@@ -86,12 +84,6 @@ def test_a_driver_root_is_on_disk_before_it_is_recorded(gpu_host: Host, disk: Di
         # The second case: a file that the agent writes itself is synced under its temporary name.
         assert ("fsync", staged) in synced or ("rename", staged) in synced, staged
         assert ("fsync", os.path.dirname(staged)) in synced
-
-
-def test_a_file_is_recorded_on_disk_before_it_exists(gpu_host: Host, disk: Disk) -> None:
-    reconciler(gpu_host).run_pass()
-    recorded, written = disk.calls.index(("rename", OWNED)), disk.calls.index(("rename", nspawn_file(MACHINE)))
-    assert ("fsync", os.path.dirname(OWNED)) in disk.calls[recorded:written]
 
 
 def test_removed_settings_do_not_return(gpu_host: Host, disk: Disk) -> None:

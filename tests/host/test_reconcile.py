@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -11,10 +10,10 @@ from agent.cli.doctor.host import HostDiagnosis
 from agent.cli.doctor.machines import diagnose
 from agent.config.settings import Config
 from agent.host.plan.goal import plan
-from agent.host.reconcile import MachineOutcome, Reconciler
+from agent.host.reconcile import Reconciler
 from agent.model.conditions import ConditionType, Reason, Status, false
-from agent.model.errors import AgentError, BusAnswerError
-from agent.model.facts import PciDevice, parse_live, render_live
+from agent.model.errors import AgentError
+from agent.model.facts import DeviceAllow, PciDevice, parse_live, render_live
 from agent.model.handoff import Publication, parse_handoff, render_report
 from agent.model.handoff import Report as MachineReport
 from agent.model.paths import (
@@ -36,25 +35,19 @@ from agent.model.paths import (
     started_nspawn,
     unit_drop_in,
 )
-from tests.fakes.faults import KilledError
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
+from tests.fakes.node_settings import NEEDED, TOKEN_FILE
 from tests.fakes.reports import OPENED, condition, report
 
 START = ("systemctl", "start", "--no-block", UNITS[0])
 RELOAD = ("systemctl", "daemon-reload")
 
 
-def changed_files(machine: MachineOutcome) -> str:
-    """Return what MachineRunning says about changed files, after asserting that it is True; empty if nothing."""
-    (running,) = [each for each in machine.conditions if each.type is ConditionType.MACHINE_RUNNING]
-    assert running.status is Status.TRUE
-    return running.message if running.reason == Reason.NODE_FILES_CHANGED else ""
-
-
 def test_from_nothing_to_the_goal(gpu_host: Host) -> None:
-    """The machine is started after settings, driver root and handoff exist."""
-    outcome = reconciler(gpu_host).run_pass()
+    """The machine is started after settings, driver root and handoff exist. Then nothing is left to do."""
+    agent = reconciler(gpu_host)
+    outcome = agent.run_pass()
     assert outcome.failures == ()
     handoff = parse_handoff(gpu_host.read(handoff_file(MACHINE)))
     request = handoff.requests[0]
@@ -65,6 +58,14 @@ def test_from_nothing_to_the_goal(gpu_host: Host) -> None:
         assert gpu_host.real_path(place).startswith(f"{TREES}/0/"), f"{place} leaves its driver root"
     assert b"BindReadOnly=/dev/nvidia1\n" in gpu_host.read(nspawn_file(MACHINE))
     assert gpu_host.runner.calls[-1] == START
+    units(gpu_host, "active")
+    agent.run_pass()
+    written = (nspawn_file(MACHINE), handoff_file(MACHINE), OWNED, CONDITIONS, *REMEMBERED_GPUS)
+    before = {path: gpu_host.identity(path) for path in written}
+    gpu_host.runner.calls.clear()
+    assert agent.run_pass().actions == ()
+    assert {path: gpu_host.identity(path) for path in before} == before
+    assert gpu_host.runner.calls == [], "it starts no process either"
 
 
 @pytest.mark.parametrize("unwritten", [nspawn_file(MACHINE), unit_drop_in(MACHINE), RELOAD_PENDING, OWNED])
@@ -127,27 +128,32 @@ def test_a_machine_starts_with_older_settings_if_new_ones_cannot_be_written(gpu_
     assert START in gpu_host.runner.calls
 
 
-def test_a_machine_that_an_administrator_stopped_is_started_by_hand_only(gpu_host: Host) -> None:
+@pytest.mark.parametrize(
+    ("seen", "state", "stopped_at", "reason"),
+    [
+        ("", "inactive", 4711, "Stopped"),
+        # It may have run before the agent was installed. systemd forgets a unit that is neither enabled nor running.
+        ("active", "inactive", 0, "Stopped"),
+        ("deactivating", "inactive", 0, "Stopped"),
+        # nspawn ends with "already exists" if machined still knows the machine's previous run.
+        ("active", "failed", 4711, "NotRunning"),
+    ],
+)
+def test_a_machine_that_an_administrator_stopped_is_started_by_hand_only(
+    gpu_host: Host, seen: str, state: str, stopped_at: int, reason: str
+) -> None:
     """The service must not start a machine whose root directory is being replaced."""
-    units(gpu_host, "inactive", stopped_at=4711)
     agent = reconciler(gpu_host)
-    outcome = agent.run_pass()
-    assert START not in gpu_host.runner.calls
-    assert condition(outcome.machines[0], ConditionType.MACHINE_RUNNING) == (Status.FALSE, "Stopped")
+    if seen:
+        units(gpu_host, seen)
+        agent.run_pass()
+    units(gpu_host, state, stopped_at=stopped_at)
+    for _ in range(2):
+        (machine,) = agent.run_pass().machines
+        assert START not in gpu_host.runner.calls
+        assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.FALSE, reason)
     agent.run_pass(by_hand=(MACHINE,))
     assert START in gpu_host.runner.calls
-
-
-@pytest.mark.parametrize("state", ["active", "deactivating"])
-def test_a_machine_that_started_without_prepare_stays_stopped(gpu_host: Host, state: str) -> None:
-    """It may have run before the agent was installed. systemd forgets a unit that is neither enabled nor running."""
-    units(gpu_host, state)
-    agent = reconciler(gpu_host)
-    agent.run_pass()
-    units(gpu_host, "inactive")
-    outcome = agent.run_pass()
-    assert START not in gpu_host.runner.calls
-    assert condition(outcome.machines[0], ConditionType.MACHINE_RUNNING) == (Status.FALSE, "Stopped")
 
 
 def test_a_masked_machine_is_one_that_somebody_stopped(gpu_host: Host) -> None:
@@ -165,20 +171,6 @@ def test_a_masked_machine_is_one_that_somebody_stopped(gpu_host: Host) -> None:
     assert START not in gpu_host.runner.calls, "systemd would refuse it"
     Reconciler(Config(machines={}), gpu_host, gpu_host).reconcile()
     assert not gpu_host.exists(nspawn_file(MACHINE)), "no process of it needs its settings"
-
-
-def test_an_idle_pass_writes_nothing_and_starts_no_process(gpu_host: Host) -> None:
-    agent = reconciler(gpu_host)
-    agent.run_pass()
-    units(gpu_host, "active")
-    agent.run_pass()
-    written = (nspawn_file(MACHINE), handoff_file(MACHINE), OWNED, CONDITIONS, *REMEMBERED_GPUS)
-    before = {path: gpu_host.identity(path) for path in written}
-    gpu_host.runner.calls.clear()
-    outcome = agent.run_pass()
-    assert outcome.actions == ()
-    assert {path: gpu_host.identity(path) for path in before} == before
-    assert gpu_host.runner.calls == []
 
 
 def test_a_full_disk_stops_staging_before_it_starts(gpu_host: Host) -> None:
@@ -255,29 +247,25 @@ def test_a_full_run_directory_costs_a_cache_and_no_pass(gpu_host: Host) -> None:
 def test_a_foreign_settings_file_is_refused_with_the_place_for_its_settings(
     gpu_host: Host, path: str, place: str
 ) -> None:
-    """The configuration has no key for most settings of a unit, so those of a drop-in stay in a drop-in."""
-    gpu_host.file(path, "[Service]\nNice=5\n")
-    machine = reconciler(gpu_host).run_pass().machines[0]
-    assert condition(machine, ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "ForeignFile")
-    message = machine.condition(ConditionType.DEVICES_ALLOWED).message
-    assert message == f"{path} was not written by this agent; move its settings to {place}, and remove the file"
-    assert START not in gpu_host.runner.calls
-    assert gpu_host.read(path) == b"[Service]\nNice=5\n"
+    """The configuration has no key for most settings of a unit, so those of a drop-in stay in a drop-in.
 
-
-def test_a_foreign_file_in_place_of_ours_survives(gpu_host: Host) -> None:
-    """Our own file is overwritten if it was edited, as its first line says; a different file is foreign."""
-    agent = reconciler(gpu_host)
-    agent.reconcile()
-    path = nspawn_file(MACHINE)
-    ours = gpu_host.read(path)
-    gpu_host.write(path, ours + b"# edited\n")
-    agent.reconcile()
-    assert gpu_host.read(path) == ours
-    gpu_host.write(path, b"[Exec]\nBoot=no\n")
-    outcome = agent.reconcile()
-    assert gpu_host.read(path) == b"[Exec]\nBoot=no\n"
-    assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "ForeignFile")
+    Our own file is overwritten if it was edited, as its first line says; a different file in its place is foreign.
+    """
+    agent, foreign = reconciler(gpu_host), b"[Service]\nNice=5\n"
+    for _ in range(2):
+        gpu_host.write(path, foreign)
+        machine = agent.run_pass().machines[0]
+        assert condition(machine, ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "ForeignFile")
+        message = machine.condition(ConditionType.DEVICES_ALLOWED).message
+        assert message == f"{path} was not written by this agent; move its settings to {place}, and remove the file"
+        assert START not in gpu_host.runner.calls
+        assert gpu_host.read(path) == foreign
+        gpu_host.remove(path)
+        agent.reconcile()
+        ours = gpu_host.read(path)
+        gpu_host.write(path, ours + b"# edited\n")
+        agent.reconcile()
+        assert gpu_host.read(path) == ours
 
 
 def test_an_outdated_systemd_is_reported_in_one_sentence(gpu_host: Host) -> None:
@@ -350,29 +338,18 @@ def test_a_machine_with_the_last_good_settings_says_so(gpu_host: Host) -> None:
 
 
 def test_changed_files_of_a_node_are_told_with_the_next_step(gpu_host: Host) -> None:
-    node = {
-        "server": "https://192.0.2.1:6443",
-        "ca_file": "/etc/ca.crt",
-        "bootstrap_token": "/etc/token",
-        "image": {"repository": "docker://registry.test/nodes"},
-    }
-    agent = reconciler(gpu_host, node=node)
+    agent = reconciler(gpu_host, node={**NEEDED, "bootstrap_token": TOKEN_FILE})
     agent.run_pass()
     units(gpu_host, "active")
     report(gpu_host, OPENED, ("/etc/a", "/etc/b", "/etc/c", "/etc/d"))
     (machine,) = agent.reconcile().machines
     told = "machine says: files differ from those that `up` put into it: /etc/a, /etc/b, /etc/c and 1 more"
-    assert told in changed_files(machine)
+    assert told in machine.condition(ConditionType.MACHINE_RUNNING).message
     (finding,) = [each for each in diagnose(machine).findings if each.reason == "NodeFilesChanged"]
     assert [each.split()[1] for each in finding.fix] == ["stop", "up", "start"], "a stopped node is cordoned"
     assert not finding.prevents_ready
-
-    # `up` did not make this machine.
     (machine,) = reconciler(gpu_host).reconcile().machines
-    assert not changed_files(machine)
-    report(gpu_host, OPENED)
-    (machine,) = agent.reconcile().machines
-    assert not changed_files(machine)
+    assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "Running"), "`up` did not make it"
 
 
 def test_missing_nodes_are_bound_again_and_the_report_is_awaited(gpu_host: Host) -> None:
@@ -399,19 +376,30 @@ def test_missing_nodes_are_bound_again_and_the_report_is_awaited(gpu_host: Host)
 
 
 def test_a_report_on_an_earlier_publication_of_the_same_handoff_is_not_the_answer(gpu_host: Host) -> None:
-    """One of two GPUs went and came back before the machine half could answer: it may still be removing that GPU."""
-    both, one = with_missing_nodes(gpu_host), reconciler(gpu_host, gpus="count=1")
-    report(gpu_host, OPENED, answered=publication(gpu_host))
-    assert not both.reconcile().machines[0].pending
-    before, generation = publication(gpu_host), parse_handoff(gpu_host.read(handoff_file(MACHINE))).generation
+    """A second GPU came and went before the machine half could answer: it may be setting up what it was handed then."""
+
+    def allowed() -> tuple[DeviceAllow, ...]:
+        return parse_live(gpu_host.read(live_file(MACHINE))).allow
+
+    one, both = reconciler(gpu_host, gpus="count=1"), with_missing_nodes(gpu_host)
     one.reconcile()
-    outcome = both.reconcile().machines[0]
-    assert parse_handoff(gpu_host.read(handoff_file(MACHINE))).generation == generation
-    assert publication(gpu_host) != before
-    assert outcome.pending
-    assert condition(outcome, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
     report(gpu_host, OPENED, answered=publication(gpu_host))
-    assert not both.reconcile().machines[0].pending
+    assert not one.reconcile().machines[0].pending
+    before, generation = publication(gpu_host), parse_handoff(gpu_host.read(handoff_file(MACHINE))).generation
+    with_one = allowed()
+    both.reconcile()
+    with_both = allowed()
+    assert len(with_both) > len(with_one)
+    for _ in range(2):
+        outcome = one.reconcile().machines[0]
+        assert parse_handoff(gpu_host.read(handoff_file(MACHINE))).generation == generation
+        assert publication(gpu_host) != before
+        assert outcome.pending
+        assert condition(outcome, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
+        assert allowed() == with_both, "no device is released"
+    report(gpu_host, OPENED, answered=publication(gpu_host))
+    assert not one.reconcile().machines[0].pending
+    assert allowed() == with_one
 
 
 def test_a_machine_half_of_another_release_says_which_half_to_upgrade(gpu_host: Host) -> None:
@@ -426,24 +414,6 @@ def test_a_machine_half_of_another_release_says_which_half_to_upgrade(gpu_host: 
     earlier = Publication(1, 1)
     gpu_host.write(path, render_report(report._replace(publication=earlier)))
     assert "cannot use" not in both.reconcile().machines[0].ready.message, "it may use what is published now"
-
-
-def test_a_report_on_an_earlier_publication_releases_no_device(gpu_host: Host) -> None:
-    """The machine half may be setting up what it was handed in between."""
-    one, both = reconciler(gpu_host, gpus="count=1"), with_missing_nodes(gpu_host)
-    one.reconcile()
-    report(gpu_host, OPENED, answered=publication(gpu_host))
-    one.reconcile()
-    permissions = parse_live(gpu_host.read(live_file(MACHINE))).allow
-    both.reconcile()
-    permitted = parse_live(gpu_host.read(live_file(MACHINE))).allow
-    assert len(permitted) > len(permissions)
-    one.reconcile()
-    one.reconcile()
-    assert parse_live(gpu_host.read(live_file(MACHINE))).allow == permitted
-    report(gpu_host, OPENED, answered=publication(gpu_host))
-    one.reconcile()
-    assert parse_live(gpu_host.read(live_file(MACHINE))).allow == permissions
 
 
 def test_a_report_of_missing_nodes_that_arrives_during_a_pass_is_not_the_last_word(gpu_host: Host) -> None:
@@ -468,47 +438,6 @@ def test_a_report_of_missing_nodes_that_arrives_during_a_pass_is_not_the_last_wo
     assert gpu_host.bus.changes
     report(gpu_host, OPENED)
     assert not agent.reconcile().machines[0].pending
-
-
-def test_the_machine_learns_once_of_nodes_that_were_bound_late(gpu_host: Host) -> None:
-    """Failed attempts to bind make no work for the machine."""
-    agent = with_missing_nodes(gpu_host)
-    gpu_host.bus.refused["/dev/nvidia1"] = BusAnswerError("simulated")
-    assert agent.reconcile().failures
-    published = gpu_host.identity(handoff_file(MACHINE))
-    for _ in range(2):
-        report(gpu_host, LACKING)
-        assert agent.reconcile().failures
-    assert gpu_host.identity(handoff_file(MACHINE)) == published
-    gpu_host.bus.refused.clear()
-    report(gpu_host, LACKING)
-    assert agent.reconcile().machines[0].pending
-    assert agent.reconcile().machines[0].pending
-    informed = gpu_host.identity(handoff_file(MACHINE))
-    assert informed != published
-    report(gpu_host, LACKING)
-    assert not agent.reconcile().machines[0].pending
-    assert gpu_host.identity(handoff_file(MACHINE)) == informed
-
-
-class DyingHost(Host):
-    """Dies just before it notes what it publishes."""
-
-    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        if path == granted_file(MACHINE):
-            raise KilledError
-        super().write(path, content, mode)
-
-
-def test_after_a_killed_pass_the_next_one_informs_the_machine(gpu_host: Host) -> None:
-    agent, published = with_missing_nodes(gpu_host), gpu_host.identity(handoff_file(MACHINE))
-    gpu_host.__class__ = DyingHost
-    with pytest.raises(KilledError):
-        agent.reconcile()
-    gpu_host.__class__ = Host
-    assert gpu_host.identity(handoff_file(MACHINE)) == published
-    assert reconciler(gpu_host).reconcile().machines[0].pending
-    assert gpu_host.identity(handoff_file(MACHINE)) != published
 
 
 def assert_taken_back_later(host: Host, agent: Reconciler) -> None:
@@ -538,32 +467,3 @@ def test_neither_a_clock_jump_nor_a_suspend_makes_a_report_outdated(
         report(gpu_host, OPENED)
         assert condition(agent.reconcile().machines[0], ConditionType.DEVICES_ALLOWED) == opened
     assert_taken_back_later(gpu_host, agent)
-
-
-def with_nouveau(host: Host) -> None:
-    host.remove_file("/sys/module/nvidia/version")
-    for address in ("0000:01:00.0", "0000:02:00.0"):
-        host.rebind(address, "nouveau")
-
-
-@pytest.mark.parametrize(
-    ("breakage", "kind", "reason"),
-    [
-        (lambda host: host.remove_file("/sys/module/nvidia/version"), ConditionType.DRIVER_LOADED, "ModuleNotLoaded"),
-        (with_nouveau, ConditionType.DRIVER_LOADED, "WrongDriver"),
-        (lambda host: host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n"), ConditionType.LIBRARIES_PRESENT,
-         "NotInstalled"),
-        (lambda host: host.file("/sys/module/nvidia/version", "535.261.03\n"), ConditionType.LIBRARIES_PRESENT,
-         "VersionMismatch"),
-        (lambda host: host.remove_file("/dev/nvidia-uvm"), ConditionType.DEVICES_PRESENT, "NodesMissing"),
-    ],
-)  # fmt: skip
-def test_half_a_driver_is_not_ready_and_says_what_to_do(
-    gpu_host: Host, breakage: Callable[[Host], None], kind: ConditionType, reason: str
-) -> None:
-    breakage(gpu_host)
-    machine = reconciler(gpu_host).reconcile().machines[0]
-    assert condition(machine, kind) == (Status.FALSE, reason)
-    assert machine.conditions[-1].status is Status.FALSE
-    message = next(each.message for each in machine.conditions if each.type is kind)
-    assert any(word in message for word in ("run `", "install", "reload", "doctor"))

@@ -1,6 +1,7 @@
 """Text of drivers goes only where it belongs, and what disappears for a while, or during a pass, is kept."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ from agent.host.reconcile import Outcome
 from agent.host.state.gpus import record_detached
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import BusAnswerError, BusError
-from agent.model.facts import Unseen, parse_live, render_live
+from agent.model.facts import parse_live, render_live
 from agent.model.handoff import parse_handoff
 from agent.model.paths import MACHINE_ROOTS, granted_file, handoff_file, live_file, nspawn_file, unit_drop_in
 from agent.model.text import MESSAGE_LIMIT
 from agent.system.systemd import MACHINED
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import INFORMATION, Host
+from tests.fakes.reports import condition
 from tests.fakes.running import allowed, running
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
@@ -32,22 +34,24 @@ HOSTILE = {
 WRITTEN = (nspawn_file(MACHINE), unit_drop_in(MACHINE), handoff_file(MACHINE), granted_file(MACHINE))
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_model_of_64_kib_reaches_no_settings_and_no_message(gpu_host: Host, what: str) -> None:
+def test_a_model_of_64_kib_reaches_no_settings_and_no_message(gpu_host: Host) -> None:
     """The firmware names the model, and the driver prints the name in /proc."""
-    reconciler(gpu_host).reconcile()
-    before = [gpu_host.read(path) for path in WRITTEN]
-    information = INFORMATION.format(minor=1, address=SECOND).replace("NVIDIA H100 80GB HBM3", HOSTILE[what])
-    gpu_host.file(f"/proc/driver/nvidia/gpus/{SECOND}/information", information)
     agent = reconciler(gpu_host)
-    assert agent.reconcile().failures == ()
-    assert [gpu_host.read(path) for path in WRITTEN] == before
-    gpu_host.unplug(SECOND)
-    machine = agent.reconcile().machines[0]
-    for each in machine.conditions:
-        assert each.message.isprintable()
-        assert len(each.message) <= MESSAGE_LIMIT, each.type
-    assert SECOND in next(each.message for each in machine.conditions if each.type is ConditionType.GPUS_COMPLETE)
+    agent.reconcile()
+    before = [gpu_host.read(path) for path in WRITTEN]
+    for what, model in HOSTILE.items():
+        information = INFORMATION.format(minor=1, address=SECOND).replace("NVIDIA H100 80GB HBM3", model)
+        gpu_host.file(f"/proc/driver/nvidia/gpus/{SECOND}/information", information)
+        assert agent.reconcile().failures == (), what
+        assert [gpu_host.read(path) for path in WRITTEN] == before, what
+        gpu_host.unplug(SECOND)
+        machine = agent.reconcile().machines[0]
+        for each in machine.conditions:
+            assert each.message.isprintable(), what
+            assert len(each.message) <= MESSAGE_LIMIT, (what, each.type)
+        assert SECOND in machine.condition(ConditionType.GPUS_COMPLETE).message
+        gpu_host.gpu(SECOND, 1)
+        agent.reconcile()
 
 
 def test_a_machine_that_is_removed_during_a_pass_is_not_recreated(gpu_host: Host) -> None:
@@ -78,28 +82,6 @@ def test_a_machine_that_is_removed_during_a_pass_is_not_recreated(gpu_host: Host
         assert "NoSuchMachine" in {each.reason for each in outcome.machines[0].conditions}
         assert not gpu_host.exists(nspawn_file(MACHINE))
         assert not gpu_host.exists(f"{MACHINE_ROOTS}/{MACHINE}")
-
-
-def test_a_gpu_that_does_not_answer_for_a_while_is_kept_and_recovers(gpu_host: Host) -> None:
-    """While its firmware restarts, nothing is withdrawn from the machine, and nobody has to act."""
-    running(gpu_host)
-    agent = reconciler(gpu_host)
-    path = f"/proc/driver/nvidia/gpus/{SECOND}/information"
-    before = agent.reconcile().machines[0]
-    handed = gpu_host.read(handoff_file(MACHINE))
-    gpu_host.failing[path] = TimeoutError(110, "no answer within 5 s", path)
-    seen = agent.reconcile()
-    assert isinstance(seen.facts.vendors[0].devices, Unseen)
-    assert seen.actions == ()
-    assert seen.machines[0].startable, "with the settings that are on disk"
-    gpu_host.failing.clear()
-    after = agent.reconcile()
-    assert after.actions == ()
-    assert [(each.type, each.status) for each in after.machines[0].conditions] == [
-        (each.type, each.status) for each in before.conditions
-    ]
-    assert gpu_host.read(handoff_file(MACHINE)) == handed
-    assert gpu_host.bus.changes == []
 
 
 def conditions(outcome: Outcome) -> dict[ConditionType, Condition]:
@@ -184,14 +166,11 @@ def test_without_machined_a_machine_runs_on_and_its_gpu_waits(gpu_host: Host, an
     for _ in range(2):
         outcome = agent.run_pass()
         assert str(answer) in str(outcome.failures)
-        found = conditions(outcome)
-        assert (found[ConditionType.MACHINE_RUNNING].status, found[ConditionType.MACHINE_RUNNING].reason) == (
-            Status.TRUE,
-            "Running",
-        )
-        assert found[ConditionType.DEVICES_ALLOWED].reason == "NotGiven"
-        assert "/dev/nvidia2" in found[ConditionType.DEVICES_ALLOWED].message
-        assert "restart gpu-node --kubeconfig FILE" in found[ConditionType.DEVICES_ALLOWED].message
+        assert condition(outcome.machines[0], ConditionType.MACHINE_RUNNING) == (Status.TRUE, "Running")
+        lacking = conditions(outcome)[ConditionType.DEVICES_ALLOWED]
+        assert lacking.reason == "NotGiven"
+        assert "/dev/nvidia2" in lacking.message
+        assert "restart gpu-node --kubeconfig FILE" in lacking.message
     new = {"/dev/nvidia2", "/dev/dri/card3", "/dev/dri/renderD130"}
     assert {*asked} <= {("BindMountMachine", path) for path in new}
     gpu_host.bus_caller = bus
@@ -203,7 +182,7 @@ def test_without_machined_a_machine_runs_on_and_its_gpu_waits(gpu_host: Host, an
 
 
 def test_while_pid_1_is_silent_a_machines_state_is_unknown_and_nothing_is_done(gpu_host: Host) -> None:
-    """Only a node is left to be bound, which waits."""
+    """Only a node is left to be bound, which waits. Seven conditions once said that the machine was not running."""
     running(gpu_host)
     live = parse_live(gpu_host.read(live_file(MACHINE)))
     nodes = {path: number for path, number in live.nodes.items() if path != "/dev/nvidia1"}
@@ -212,8 +191,11 @@ def test_while_pid_1_is_silent_a_machines_state_is_unknown_and_nothing_is_done(g
     gpu_host.runner.calls.clear()
     gpu_host.bus.failing = BusError("no answer in time")
     outcome = agent.run_pass(by_hand=(MACHINE,))
-    found = conditions(outcome)[ConditionType.MACHINE_RUNNING]
-    assert (found.status, found.reason, found.message) == (Status.UNKNOWN, "ObservationFailed", "no answer in time")
+    unknown = [each for each in outcome.machines[0].conditions if each.status is Status.UNKNOWN]
+    assert {each.reason for each in unknown} == {"ObservationFailed"}
+    assert {ConditionType.MACHINE_RUNNING, ConditionType.READY} < {each.type for each in unknown}
+    assert conditions(outcome)[ConditionType.MACHINE_RUNNING].message == "no answer in time"
+    assert not any("is not running" in each.message for each in outcome.machines[0].conditions)
     assert (outcome.actions, outcome.failures) == ((), ())
     assert gpu_host.bus.changes == []
     gpu_host.bus.failing = None
@@ -222,58 +204,57 @@ def test_while_pid_1_is_silent_a_machines_state_is_unknown_and_nothing_is_done(g
     assert [argv for argv in gpu_host.runner.calls if argv not in LOOKS] == []
 
 
-def test_a_machine_that_machined_did_not_register_is_not_started_again_and_again(gpu_host: Host) -> None:
-    """nspawn ends with "already exists" if machined still knows the machine's previous run."""
-    running(gpu_host)
-    gpu_host.runner.calls.clear()
-    units(gpu_host, "failed", stopped_at=4711)
-    agent = reconciler(gpu_host)
-    for _ in range(2):
-        found = conditions(agent.run_pass())[ConditionType.MACHINE_RUNNING]
-        assert (found.status, found.reason) == (Status.FALSE, "NotRunning")
-        assert f"journalctl -u systemd-nspawn@{MACHINE}" in found.message
-    assert [argv for argv in gpu_host.runner.calls if argv not in LOOKS] == []
+PROC_GPUS, BOTH = "/proc/driver/nvidia/gpus", (FIRST, SECOND)
+DEVICES = (ConditionType.DEVICES_PRESENT, "ObservationFailed")
+LIBRARIES = (ConditionType.LIBRARIES_PRESENT, "OnlyStaged")
 
 
-PROC_GPUS = "/proc/driver/nvidia/gpus"
+def fails(path: str, number: int, why: str) -> Callable[[Host], None]:
+    return lambda host: host.failing.update({path: OSError(number, why, path)})
+
+
+DENIED, SILENT = "Permission denied", "no answer within 5 s"
 
 
 @pytest.mark.parametrize(
-    "look", ["empty", "missing", "refused", "no capabilities", "no bus", "no libraries", "no list"]
+    ("look", "kind", "said"),
+    [
+        (lambda host: [host.remove_tree(f"{PROC_GPUS}/{each}") for each in BOTH], DEVICES, ", ".join(BOTH)),
+        (lambda host: host.remove_tree("/proc/driver/nvidia"), DEVICES, ", ".join(BOTH)),
+        (fails(PROC_GPUS, 13, DENIED), DEVICES, DENIED),
+        (fails("/proc/driver/nvidia/capabilities", 13, DENIED), DEVICES, DENIED),
+        # The GPU's firmware restarts.
+        (fails(f"{PROC_GPUS}/{SECOND}/information", 110, SILENT), DEVICES, SILENT),
+        (lambda host: setattr(host, "pci", ()), DEVICES, ", ".join(BOTH)),
+        (lambda host: host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n"), LIBRARIES, ""),
+        (lambda host: host.loader_cache(""), LIBRARIES, ""),
+    ],
+    ids=["empty", "missing", "refused", "no capabilities", "no answer", "no bus", "no libraries", "no list"],
 )
-def test_one_empty_or_failed_look_at_the_driver_withdraws_nothing(gpu_host: Host, look: str) -> None:
-    """What else the host shows still says that the driver has the GPUs."""
+def test_one_empty_or_failed_look_at_the_driver_withdraws_nothing(
+    gpu_host: Host, look: Callable[[Host], object], kind: tuple[ConditionType, str], said: str
+) -> None:
+    """What else the host shows still says that the driver has the GPUs. After a failed look, nobody has to act."""
     running(gpu_host)
     handed = gpu_host.read(handoff_file(MACHINE))
     agent = reconciler(gpu_host)
-    match look:
-        case "empty":
-            for address in (FIRST, SECOND):
-                gpu_host.remove_tree(f"{PROC_GPUS}/{address}")
-        case "missing":
-            gpu_host.remove_tree("/proc/driver/nvidia")
-        case "refused" | "no capabilities":
-            path = PROC_GPUS if look == "refused" else "/proc/driver/nvidia/capabilities"
-            gpu_host.failing[path] = PermissionError(13, "Permission denied", path)
-        case "no bus":
-            gpu_host.pci = ()
-        case "no libraries":
-            gpu_host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
-        case _:
-            gpu_host.loader_cache("")
+    before = agent.reconcile().machines[0].conditions
+    look(gpu_host)
     outcomes = [agent.reconcile() for _ in range(2)]
     for outcome in outcomes:
-        assert (outcome.failures, outcome.actions, outcome.machines[0].lost) == ((), (), ())
+        (machine,) = outcome.machines
+        assert (outcome.failures, outcome.actions, machine.lost) == ((), (), ())
+        assert machine.startable, "with the settings that are on disk"
+    found = conditions(outcomes[-1])[kind[0]]
+    assert found.reason == kind[1]
+    assert said in found.message
+    if gpu_host.failing:
+        gpu_host.failing.clear()
+        after = agent.reconcile()
+        assert after.actions == ()
+        assert [each.status for each in after.machines[0].conditions] == [each.status for each in before]
     assert gpu_host.read(handoff_file(MACHINE)) == handed
     assert gpu_host.bus.changes == []
-    wanted = {"no libraries": "OnlyStaged", "no list": "OnlyStaged"}.get(look)
-    found = conditions(outcomes[-1])
-    if wanted:
-        assert found[ConditionType.LIBRARIES_PRESENT].reason == wanted
-    else:
-        devices = found[ConditionType.DEVICES_PRESENT]
-        assert (devices.status, devices.reason) == (Status.UNKNOWN, "ObservationFailed")
-        assert "0000:01:00.0, 0000:02:00.0" in devices.message or "Permission denied" in devices.message
 
 
 def test_a_driver_that_is_removed_from_the_host_is_withdrawn_with_its_module(gpu_host: Host) -> None:
@@ -305,33 +286,12 @@ def test_a_driver_that_is_removed_from_the_host_is_withdrawn_with_its_module(gpu
     assert agent.reconcile().actions == ()
 
 
-SETTINGS = b"[Service]\nNice=5\n"
-
-
-@pytest.mark.parametrize("path", [nspawn_file(MACHINE), unit_drop_in(MACHINE)])
-def test_a_foreign_settings_file_prolongs_no_permission(gpu_host: Host, path: str) -> None:
-    """Another machine may have the GPU by now. The machine gets nothing new until the file is removed."""
-    running(gpu_host)
-    handed = gpu_host.read(handoff_file(MACHINE))
-    gpu_host.write(path, SETTINGS)
-    gpu_host.gpu("0000:03:00.0", 2)
-    agent = reconciler(gpu_host, gpus=[FIRST, "0000:03:00.0"])
-    outcome = agent.reconcile()
-    assert outcome.failures == ()
-    assert conditions(outcome)[ConditionType.DEVICES_ALLOWED].reason == "ForeignFile"
-    ((method, _, _, properties),) = gpu_host.bus.changes
-    assert method == "SetUnitProperties"
-    assert [f"/dev/char/195:{minor}'" in str(properties) for minor in range(3)] == [True, False, False]
-    assert agent.reconcile().actions == ()
-    assert (gpu_host.read(path), gpu_host.read(handoff_file(MACHINE))) == (SETTINGS, handed)
-
-
 @pytest.mark.parametrize("why", ["foreign", "full"])
 def test_settings_that_could_not_be_updated_return_no_permission(gpu_host: Host, why: str) -> None:
     """After a daemon-reload by somebody else, PID 1 lists what the old drop-in permits."""
     running(gpu_host)
     if why == "foreign":
-        gpu_host.write(nspawn_file(MACHINE), SETTINGS)
+        gpu_host.write(nspawn_file(MACHINE), b"[Service]\nNice=5\n")
     else:
         gpu_host.full = ["/etc/"]
     reconciler(gpu_host, gpus=[FIRST]).reconcile()
@@ -345,7 +305,9 @@ def test_settings_that_could_not_be_updated_return_no_permission(gpu_host: Host,
 
 
 @pytest.mark.parametrize(
-    ("unseen", "draining"), [("record", False), ("unit", False), ("record", True)], ids=["record", "unit", "draining"]
+    ("unseen", "draining"),
+    [(live_file(MACHINE), False), (live_file(MACHINE), True), (nspawn_file(MACHINE), False), ("unit", False)],
+    ids=["record", "draining", "settings", "unit"],
 )
 def test_one_failed_look_at_a_running_machine_forgets_nothing(gpu_host: Host, unseen: str, draining: bool) -> None:
     """The handoff lists withdrawn nodes. A second one without them is not the one that the machine has answered.
@@ -360,14 +322,13 @@ def test_one_failed_look_at_a_running_machine_forgets_nothing(gpu_host: Host, un
     for _ in range(3):
         assert agent.reconcile().failures == ()
     handed, drop_in = gpu_host.read(handoff_file(MACHINE)), gpu_host.read(unit_drop_in(MACHINE))
+    changes = [*gpu_host.bus.changes]
     assert "/dev/nvidia1" in parse_handoff(handed).withdrawn
     assert (b"DeviceAllow=/dev/char/195:1 rw\n" in drop_in) == draining
-    if unseen == "record":
-        path = live_file(MACHINE)
-        gpu_host.failing[path] = OSError(5, "Input/output error", path)
-    else:
-        gpu_host.bus.failing = BusError("no answer in time")
+    gpu_host.failing[unseen] = OSError(5, "Input/output error", unseen)
+    gpu_host.bus.failing = BusError("no answer in time") if unseen == "unit" else None
     outcome = agent.reconcile()
     assert (outcome.failures, outcome.actions) == ((), ())
     assert conditions(outcome)[ConditionType.DEVICES_ALLOWED].status is Status.UNKNOWN
+    assert gpu_host.bus.changes == changes
     assert (gpu_host.read(handoff_file(MACHINE)), gpu_host.read(unit_drop_in(MACHINE))) == (handed, drop_in)

@@ -79,6 +79,7 @@ def written(root: Path) -> bytes:
 
 
 def test_a_machines_mount_sources_exist_without_the_agent(tmp_path: Path) -> None:
+    """Missing settings are not invented."""
     start(tmp_path)
     for path in (HOST_NVIDIA, handoff_directory(MACHINE), report_directory(MACHINE)):
         assert (tmp_path / path[1:]).is_dir()
@@ -88,13 +89,21 @@ def test_a_machines_mount_sources_exist_without_the_agent(tmp_path: Path) -> Non
         f"umount -l {report}",
         f"mount -t tmpfs -o {options} unbounded-agent-report {report}",
     ]
+    file = tmp_path / nspawn_file(MACHINE)[1:]
+    assert not file.exists()
+    settings(tmp_path)
+    file.write_bytes(b"")
+    start(tmp_path)
+    assert written(tmp_path) == b""
 
 
 def test_only_missing_sources_are_commented_out_and_later_restored(tmp_path: Path) -> None:
+    """But a configured line stays."""
     present, late = "/dev/nvidia0", "/dev/by-path/pci-0000:01:00.0\\b"
     for path in ("/run/a:b c", present):
         (tmp_path / path[1:]).mkdir(parents=True)
-    whole = settings(tmp_path, present, late)
+    whole = settings(tmp_path, present, late, theirs=("/srv/data",))
+    assert f"\nBind={tmp_path}/srv/data\n".encode() in whole
     start(tmp_path)
     (gone,) = [line for line in whole.splitlines() if b"by-path" in line]
     assert gone.endswith(rb"pci-0000\:01\:00.0\\b")
@@ -108,24 +117,6 @@ def test_only_missing_sources_are_commented_out_and_later_restored(tmp_path: Pat
     assert (tmp_path / nspawn_file(MACHINE)[1:]).stat() == before, "nothing is rewritten"
     mode = (tmp_path / PASS_LOCK[1:]).stat().st_mode
     assert mode & 0o777 == 0o600, "any user who could lock it would block every pass"
-
-
-def test_a_configured_line_stays_even_if_its_source_is_missing(tmp_path: Path) -> None:
-    settings(tmp_path, "/dev/nvidia0", theirs=("/srv/data",))
-    start(tmp_path)
-    assert f"\n#missing:Bind={tmp_path}/dev/nvidia0\n".encode() in written(tmp_path)
-    assert f"\nBind={tmp_path}/srv/data\n".encode() in written(tmp_path)
-
-
-@pytest.mark.parametrize("content", [None, b""])
-def test_missing_settings_are_not_invented(tmp_path: Path, content: bytes | None) -> None:
-    file = tmp_path / nspawn_file(MACHINE)[1:]
-    if content is not None:
-        settings(tmp_path)
-        file.write_bytes(content)
-    start(tmp_path)
-    assert file.exists() == (content is not None)
-    assert content is None or not file.read_bytes()
 
 
 def test_the_settings_of_a_start_are_copied(tmp_path: Path) -> None:

@@ -64,16 +64,6 @@ def test_healthy_gpus_have_their_place_in_the_host_until_they_are_lost(host: Hos
     assert states(host)[SECOND].state is GpuState.HEALTHY
 
 
-def test_attach_forgets_the_error(host: Host) -> None:
-    record_fault(host, FIRST, XID48)
-    agent = reconciler(host, allocation="dra")
-    ending = attach(FIRST, agent)
-    assert ending.done
-    assert ending.sentences == (f"{FIRST} counts as healthy again: its last fatal error is forgotten",)
-    assert parse_gpu_states(host.read(FILE))[FIRST].state is GpuState.HEALTHY
-    assert attach(FIRST, agent).sentences == (f"{FIRST} is not detached: nothing to do",)
-
-
 def test_a_change_of_state_is_no_new_generation_and_no_change_is_no_write(host: Host) -> None:
     """Only machines that offer their GPUs get the document."""
     reconciler(host).reconcile()
@@ -92,7 +82,7 @@ def test_a_change_of_state_is_no_new_generation_and_no_change_is_no_write(host: 
     assert not host.exists(FILE)
 
 
-def test_a_fatal_error_lasts_until_the_driver_is_bound_again(host: Host) -> None:
+def test_a_fatal_error_lasts_until_the_driver_is_bound_again_or_somebody_attaches_the_gpu(host: Host) -> None:
     assert record_fault(host, FIRST, XID48)
     assert not record_fault(host, FIRST, XID48), "its repetitions change nothing"
     found = states(host)
@@ -103,6 +93,13 @@ def test_a_fatal_error_lasts_until_the_driver_is_bound_again(host: Host) -> None
     assert found[SECOND].state is GpuState.HEALTHY
     bind(host, FIRST)
     assert states(host)[FIRST].state is GpuState.HEALTHY
+    assert record_fault(host, FIRST, XID48)
+    agent = reconciler(host, allocation="dra")
+    ending = attach(FIRST, agent)
+    assert ending.done
+    assert ending.sentences == (f"{FIRST} counts as healthy again: its last fatal error is forgotten",)
+    assert parse_gpu_states(host.read(FILE))[FIRST].state is GpuState.HEALTHY
+    assert attach(FIRST, agent).sentences == (f"{FIRST} is not detached: nothing to do",)
 
 
 def test_a_record_of_errors_that_cannot_be_read_is_not_an_empty_one(host: Host) -> None:
