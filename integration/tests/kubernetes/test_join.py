@@ -23,7 +23,8 @@ for kind in trees driver-roots machines nodes staging; do
 done
 ls -A run/unbounded-agent/machines
 ls -A var/lib/machines | grep -v '^[.]#'
-enabled=$(systemctl list-unit-files --state=enabled --plain --no-legend) || exit 1
+# --root: the files themselves, not the manager's answer, for which a busy host's systemctl does not wait long enough.
+enabled=$(systemctl --root=/ list-unit-files --state=enabled --plain --no-legend) || exit 1
 echo "$enabled" | sort
 findmnt --noheadings --raw --output TARGET,SOURCE | grep -v -e ^/run/credentials -e ^/run/systemd/nspawn | sort
 ip -oneline link show | cut -d ' ' -f 2 | sort
