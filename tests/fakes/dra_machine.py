@@ -27,7 +27,8 @@ from agent.model.errors import AgentError
 from agent.model.paths import ALLOCATABLE, DRA_STATUS
 from agent.system.files import READ_LIMIT, System
 from agent.system.process import Completed, Runner
-from tests.fakes.node import main_processes, stat
+from tests.fakes.machine import stat
+from tests.fakes.node import main_processes
 
 NODE = "gpu-node"
 KUBECONFIG = "/etc/kubernetes/kubelet.conf"

@@ -19,6 +19,20 @@ SPEC = "/etc/cdi/nvidia.yaml"
 BACKLOG = 16
 
 
+def listener(machine: Machine, path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+    """Return a socket at this path, on which somebody listens until it is closed."""
+    parent, name = path.rsplit("/", 1)
+    machine.make_directory(parent)
+    made = socket.socket(socket.AF_UNIX, kind)
+    # Through a descriptor of the directory: temporary paths are longer than sun_path.
+    directory = os.open(machine.tree / parent[1:], os.O_PATH)
+    made.bind(f"/proc/self/fd/{directory}/{name}")
+    os.close(directory)
+    if kind == socket.SOCK_STREAM:
+        made.listen(BACKLOG)
+    return made
+
+
 class Kubelet:
     """The directory of a kubelet with one device plugin."""
 
@@ -28,14 +42,7 @@ class Kubelet:
         machine.make_directory(PLUGINS)
 
     def listen(self, path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> None:
-        listener = self._stack.enter_context(socket.socket(socket.AF_UNIX, kind))
-        # Through a descriptor of the directory: temporary paths are longer than sun_path.
-        directory = os.open(self.machine.tree / PLUGINS[1:], os.O_PATH)
-        listener.bind(f"/proc/self/fd/{directory}/{path.rsplit('/', 1)[1]}")
-        os.close(directory)
-        if kind == socket.SOCK_STREAM:
-            listener.listen(BACKLOG)
-        self.sockets[path] = listener
+        self.sockets[path] = self._stack.enter_context(listener(self.machine, path, kind))
 
     def serve(self) -> None:
         """Let kubelet and plugin run, started after the CDI specification was published, and advertise both GPUs."""

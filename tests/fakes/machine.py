@@ -7,6 +7,7 @@ The GPUs and their driver are simulated: no test here has seen silicon. The real
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,12 @@ SERVES_CRI = "Type:          io.containerd.grpc.v1\nID:            cri\nPlatform
 """What `ctr plugins ls --detailed` prints of a containerd 1.7 that serves the kubelet."""
 
 Answer = Callable[[tuple[str, ...]], Completed]
+SERVICE = "0::/system.slice/kubelet.service"
+
+
+def stat(number: int, started: int, name: str = "x) y (z") -> str:
+    """Return the text of /proc/PID/stat, of a process whose name looks like further fields (proc_pid_stat(5))."""
+    return f"{number} ({name}) S {'0 ' * 18}{started} 0 0\n"
 
 
 class Machine(System):
@@ -151,6 +158,25 @@ class Machine(System):
     def node(self, path: str, major: int, minor: int) -> None:
         self.put(path)
         self.nodes[path] = DeviceNumber(major, minor)
+
+    def process(
+        self,
+        number: int,
+        *arguments: str,
+        cgroup: str = SERVICE,
+        pids: str | None = None,
+        users: str = "0\t0\t0\t0",
+        parent: int = 1,
+    ) -> None:
+        """Start a process; one that had its id has ended."""
+        path = f"/proc/{number}/stat"
+        # The same in each tree, because the fault suite compares trees.
+        start = int(self.read_text(path).split()[-3]) + 1 if self.exists(path) else 1000
+        self.put(path, stat(number, start))
+        self.put(f"/proc/{number}/cmdline", "".join(f"{each}\0" for each in arguments))
+        self.put(f"/proc/{number}/cgroup", f"{cgroup}\n")
+        ids = f"PPid:\t{parent}\nUid:\t{users}\nNSpid:\t{number if pids is None else pids}\n"
+        self.put(f"/proc/{number}/status", f"Name:\tx\n{ids}")
 
     def drop(self, path: str) -> None:
         (self.tree / path.lstrip("/")).unlink()
@@ -344,6 +370,14 @@ def systemctl(
     # systemctl prints no line for a unit without a job.
     text += f"MainPID={main_process}\n" + (f"Job={job}\n" if job else "")
     return lambda argv: Completed(0, text.encode() if argv[1] == "show" else b"", b"")
+
+
+def settle(machine: Machine) -> None:
+    """Run, start containerd again with its new configuration, and run once more."""
+    run(machine)
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    machine.calls.clear()
 
 
 def recorded_syncs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[str]:

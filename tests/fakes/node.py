@@ -15,15 +15,9 @@ from tests.fakes.machine import Machine
 NOW = 1_800_000_000.0
 READY = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
 KUBELET = ("/usr/bin/kubelet", "--config=/etc/kubelet.yaml", "--kubeconfig=/etc/kubernetes/kubelet.conf")
-SERVICE = "0::/system.slice/kubelet.service"
 KUBECONFIG = "/etc/kubernetes/kubelet.conf"
 NODE = "gpu-node"
 KUBELETS_OWN = {"type": "Ready", "status": "True"}
-
-
-def stat(number: int, started: int, name: str = "x) y (z") -> str:
-    """Return the text of /proc/PID/stat, of a process whose name looks like further fields (proc_pid_stat(5))."""
-    return f"{number} ({name}) S {'0 ' * 18}{started} 0 0\n"
 
 
 def services_asked(argv: tuple[str, ...]) -> tuple[str, ...]:
@@ -81,25 +75,6 @@ class Node(Machine):
     def patched(self) -> list[Object]:
         """The Node after each change."""
         return [event["object"] for _, _, event in self.api.events[1:] if event["type"] == "MODIFIED"]
-
-    def process(
-        self,
-        number: int,
-        *arguments: str,
-        cgroup: str = SERVICE,
-        pids: str | None = None,
-        users: str = "0\t0\t0\t0",
-        parent: int = 1,
-    ) -> None:
-        """Start a process; one that had its id has ended."""
-        path = f"/proc/{number}/stat"
-        # The same in each tree, because the fault suite compares trees.
-        start = int(self.read_text(path).split()[-3]) + 1 if self.exists(path) else 1000
-        self.put(path, stat(number, start))
-        self.put(f"/proc/{number}/cmdline", "".join(f"{each}\0" for each in arguments))
-        self.put(f"/proc/{number}/cgroup", f"{cgroup}\n")
-        ids = f"PPid:\t{parent}\nUid:\t{users}\nNSpid:\t{number if pids is None else pids}\n"
-        self.put(f"/proc/{number}/status", f"Name:\tx\n{ids}")
 
     def services(self, *processes: int) -> None:
         """Let these be the main processes of the services that systemd has."""

@@ -25,3 +25,24 @@ def kubelet(machine: Machine) -> Iterator[Kubelet]:
 @pytest.fixture
 def later(clock: Clock) -> Callable[[float], None]:
     return clock.sleep
+
+
+RARELY = (0, 1, 2, 4, 8, 16, 26)
+"""The minutes at which something that keeps failing is tried: each wait is as long as the fault has lasted, and no
+longer than ten minutes."""
+
+
+@pytest.fixture
+def becomes_rare(clock: Clock) -> Callable[..., None]:
+    """Return a check that what a function tries, which returns true if it has tried, becomes rare."""
+
+    def check(tries: Callable[[], object], until: int = RARELY[-1] + 1) -> None:
+        now = 0
+        # Nothing happens in the other minutes either: they are left out because each is a run.
+        for minute in sorted({*RARELY, *(each - 1 for each in RARELY[1:]), RARELY[-1] + 1}):
+            if minute <= until:
+                clock.sleep((minute - now) * 60.0)
+                now = minute
+                assert bool(tries()) is (minute in RARELY), minute
+
+    return check

@@ -4,9 +4,6 @@ Such links lead through /proc/PID/root to a file system that only the pod has mo
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -18,23 +15,20 @@ from agent.vendors.nvidia.contract import SPEC as PLUGIN_SPEC
 from agent.vendors.nvidia.contract import SPEC_KIND as PLUGIN_SPEC_KIND
 from tests.fakes.dead_links import TARGET, hang
 from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
-from tests.fakes.machine import REQUEST, Machine, gpu_machine
+from tests.fakes.machine import REQUEST, Machine
 
 SPECS = ("/etc/cdi/nvidia.yaml", "/etc/cdi/site.json", "/var/run/cdi/nvidia.yaml", "/var/run/cdi/k8s.nvidia.com.yaml")
 """The agent's own one, and names that others use. Pods of device plugins and DRA drivers write in both directories."""
 KUBELETS = (CHECKPOINT, KUBELET_SOCKET, PLUGIN_SOCKET, f"{PLUGINS}/nvidia-other.sock")
 
 
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """A machine that is ready, with a device plugin."""
-    with ExitStack() as stack:
-        kubelet = Kubelet(gpu_machine(tmp_path / "machine"), stack)
-        kubelet.machine.hand(REQUEST, validation_markers=True)
-        kubelet.serve()
-        kubelet.machine.link("/proc/1/root", "/")
-        hang(monkeypatch)
-        yield kubelet.machine
+@pytest.fixture(autouse=True)
+def ready(kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the machine ready, with a device plugin."""
+    kubelet.machine.hand(REQUEST, validation_markers=True)
+    kubelet.serve()
+    kubelet.machine.link("/proc/1/root", "/")
+    hang(monkeypatch)
 
 
 @pytest.mark.parametrize("path", [*SPECS, *KUBELETS, *(marker.path for marker in MARKERS)])

@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -13,15 +11,14 @@ from agent.machine.run import REPORT, run
 from agent.model.errors import AgentError
 from agent.model.paths import MACHINE_STATE, OWNED, spec_file
 from agent.model.text import json_digest
-from tests.fakes.machine import EMPTY, Machine, failing, gpu_machine, systemctl
+from tests.fakes.machine import EMPTY, Machine, failing, systemctl
 
 SPEC, DROP_IN = spec_file("nvidia"), "/etc/containerd/conf.d/99-nvidia.toml"
 GOOD = {"RuntimeConfigured": ("True", "ReadBack"), "CDISpecCurrent": ("True", "Verified")}
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    machine = gpu_machine(tmp_path / "machine")
+def machine(machine: Machine) -> Machine:
     run(machine)
     machine.program("systemctl", systemctl("active", 10**15))
     run(machine)
@@ -133,18 +130,24 @@ def foreign(machine: Machine) -> None:
     machine.put(DROP_IN, "")
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"paths": 7}', b'{"paths": [7]}', "nothing", "a directory"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"paths": 7}', b'{"paths": [7]}', "nothing", "a directory", "cannot be read"]
+)
 @pytest.mark.parametrize("path", [OWNED, OWNED_COPY])
 def test_one_copy_of_the_record_is_enough(machine: Machine, path: str, content: bytes | str) -> None:
     good = machine.read(path)
-    machine.remove(path)
+    if content == "cannot be read":
+        machine.before_read = failing(errno.EIO, path)
+    else:
+        machine.remove(path)
     if content == "a directory":
         machine.make_directory(path)
-    elif content != "nothing":
+    elif isinstance(content, bytes):
         machine.put(path, content)
     foreign(machine)
     run(machine)
     assert GOOD.items() <= machine.conditions().items()
+    machine.before_read = lambda path: None
     assert machine.read(path) == good
 
 
@@ -160,14 +163,6 @@ def test_no_damage_of_one_byte_beats_the_good_copy(machine: Machine, path: str) 
         machine.put(path, bytes(damaged))
         assert Owned(machine).paths == recorded, bytes(damaged)
         assert machine.read(path) == good
-
-
-@pytest.mark.parametrize("paths", [(OWNED,), (OWNED_COPY,)])
-def test_a_copy_that_cannot_be_read_is_not_an_empty_one(machine: Machine, paths: tuple[str, ...]) -> None:
-    machine.before_read = failing(errno.EIO, *paths)
-    foreign(machine)
-    run(machine)
-    assert GOOD.items() <= machine.conditions().items()
 
 
 def test_a_claim_that_could_not_be_recorded_does_not_count(machine: Machine) -> None:
@@ -215,29 +210,6 @@ def test_the_advice_for_two_damaged_copies_helps(machine: Machine) -> None:
 
 def put_directory(machine: Machine, path: str) -> None:
     machine.put(f"{path}/inner", "somebody's")
-
-
-def put_fifo(machine: Machine, path: str) -> None:
-    os.mkfifo(machine.tree / path[1:])
-
-
-@pytest.mark.parametrize("kind", [put_directory, put_fifo])
-@pytest.mark.parametrize("path", [SPEC, DROP_IN])
-def test_a_directory_or_fifo_in_our_files_place_is_replaced(
-    machine: Machine, path: str, kind: Callable[[Machine, str], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = machine.read(path)
-    machine.drop(path)
-    kind(machine, path)
-    run(machine)
-    machine.program("systemctl", systemctl("active", 10**16))
-    run(machine)
-    assert GOOD.items() <= machine.conditions().items()
-    assert machine.read(path) == good
-    assert f"{path} is damaged: " in capsys.readouterr().err
-    directory, _, name = path.rpartition("/")
-    aside = [each for each in machine.entries(directory) if each.startswith(f"{name}.damaged-")]
-    assert [machine.read(f"{directory}/{each}/inner") for each in aside] == [b"somebody's"] * (kind is put_directory)
 
 
 def test_a_directory_that_is_in_the_way(machine: Machine) -> None:

@@ -1,8 +1,6 @@
 """Changes that somebody makes in the machine are repaired, counted and logged; other writes are not counted."""
 
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +8,7 @@ from agent.machine.containerd_tables import CRI_2, MAIN
 from agent.machine.notes import Notes
 from agent.machine.run import run
 from agent.model.text import sha256
-from tests.fakes.machine import LIBRARIES, REQUEST, VERSION, Machine, gpu_machine, systemctl
+from tests.fakes.machine import LIBRARIES, REQUEST, VERSION, Machine, settle
 
 DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
 SPEC = "/etc/cdi/nvidia.yaml"
@@ -20,11 +18,8 @@ NONE = {"links": 0, "spec": 0, "containerd": 0, "runtime": 0}
 
 
 @pytest.fixture
-def settled(tmp_path: Path) -> Machine:
-    machine = gpu_machine(tmp_path)
-    run(machine)
-    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
-    run(machine)
+def settled(machine: Machine) -> Machine:
+    settle(machine)
     return machine
 
 
@@ -48,6 +43,7 @@ def replace_main(machine: Machine) -> None:
         (lambda machine: machine.drop(LINK), "links", f"somebody changed {LINK}"),
         (edit(SPEC, "/dev/nvidia1", "/dev/nvidia0"), "spec", f"somebody changed {SPEC}"),
         (lambda machine: machine.put(SPEC, machine.read(SPEC) + b" "), "spec", f"somebody changed {SPEC}"),
+        (lambda machine: machine.put(SPEC, "[" * 100_000), "spec", f"somebody changed {SPEC}"),
         (lambda machine: machine.drop(SPEC), "spec", f"somebody changed {SPEC}"),
         (edit(DROP_IN, "enable_cdi = true", "enable_cdi = false"), "containerd", f"somebody changed {DROP_IN}"),
         (lambda machine: machine.put(DROP_IN, "not toml ="), "containerd", f"somebody changed {DROP_IN}"),

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from agent.machine.run import REPORT, run
-from agent.model.paths import RUNTIME, STATE
+from agent.model.paths import RUNTIME, STATE, spec_file
 from tests.fakes.machine import Machine
 
 VICTIM = "/etc/victim"
+IN_ETC = (spec_file("nvidia"), "/etc/containerd/conf.d/99-nvidia.toml")
 
 
 def make_directory(place: Path) -> None:
@@ -44,20 +45,27 @@ def settled(machine: Machine) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("replacement", REPLACEMENTS)
-def test_the_machine_half_writes_its_files_again(machine: Machine, replacement: str) -> None:
+def test_the_machine_half_writes_its_files_again(
+    machine: Machine, replacement: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Once, a directory in the place of the report ended all reports."""
     machine.put(VICTIM, "kept")
     run(machine)
-    good, files = settled(machine), own_files(machine)
+    good, files, contents = settled(machine), own_files(machine), [machine.read(path) for path in IN_ETC]
     assert machine.tree / REPORT[1:] in files
     assert len(files) > 8
-    for place in files:
+    for place in (*files, *(machine.tree / path[1:] for path in IN_ETC)):
         place.unlink()
         REPLACEMENTS[replacement](place)
         assert settled(machine) == good, place
     assert machine.read_text(VICTIM) == "kept"
     assert (machine.tree / REPORT[1:]).is_file()
     assert not (machine.tree / REPORT[1:]).is_symlink()
+    assert [machine.read(path) for path in IN_ETC] == contents
+    logged = capsys.readouterr().err
+    assert all(f"{path} is damaged: " in logged for path in IN_ETC)
+    kept = [*machine.tree.glob("etc/**/*.damaged-*/inner")]
+    assert len(kept) == (len(IN_ETC) if replacement == "directory" else 0), "its content may matter"
 
 
 @pytest.mark.parametrize("replacement", REPLACEMENTS)

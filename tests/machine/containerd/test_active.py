@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.containerd import plugin_errors
 from agent.machine.containerd_tables import CRI_2, MAIN
 from agent.machine.run import run
 from agent.system.process import Completed
@@ -30,15 +29,6 @@ def asked(machine: Machine) -> list[tuple[str, ...]]:
     return [call for call in machine.calls if call[0] == "ctr"]
 
 
-@pytest.mark.parametrize("output", [SERVES_CRI, SERVES_21], ids=["1.7", "2.1"])
-def test_a_containerd_that_serves_the_kubelet(machine: Machine, output: str) -> None:
-    machine.program("ctr", output)
-    restarted(machine)
-    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
-    assert machine.message("RuntimeActive") == "containerd.service runs with this configuration and serves the kubelet"
-    assert len(asked(machine)) == 1
-
-
 @pytest.mark.parametrize(
     ("output", "said"),
     [
@@ -48,8 +38,9 @@ def test_a_containerd_that_serves_the_kubelet(machine: Machine, output: str) -> 
         ("", f"it has no plugin {CRI_2}"),
         (f"{SERVES_CRI}Error:        \n               Code:        Unknown\n", "Code: Unknown"),
         (f"{SERVES_CRI}Error:        \n", "it failed"),
+        (f"{SERVES_CRI}Error:\n\tCode:\tUnknown\n\tMessage:\tone\n\ttwo\n\nType:\tx.v1\nID:\truntime\n", "one two"),
     ],
-    ids=["1.7", "2.1", "no plugin", "nothing", "no message", "no code"],
+    ids=["1.7", "2.1", "no plugin", "nothing", "no message", "no code", "several lines"],
 )
 def test_a_plugin_that_failed_is_reported_in_containerds_words(machine: Machine, output: str, said: str) -> None:
     """containerd and its unit stay active then, and `containerd config dump` shows the settings without a word."""
@@ -59,15 +50,10 @@ def test_a_plugin_that_failed_is_reported_in_containerds_words(machine: Machine,
     message = machine.message("RuntimeActive")
     assert message.startswith(f"containerd.service runs, but does not serve the kubelet (CRI): {said}: correct ")
     assert message.count("cannot be set") <= 1
-    machine.program("ctr", SERVES_CRI)
-    assert machine.verdict("RuntimeActive") == ("True", "Running")
-
-
-def test_an_error_on_several_lines() -> None:
-    text = (
-        f"{SERVES_CRI}Error:\n\tCode:\tUnknown\n\tMessage:\tone\n\ttwo\n\nType:\tio.containerd.cri.v1\nID:\truntime\n"
-    )
-    assert plugin_errors(text) == {CRI_2: "one two", "io.containerd.cri.v1.runtime": ""}
+    for serves in (SERVES_CRI, SERVES_21):
+        machine.program("ctr", serves)
+        assert machine.verdict("RuntimeActive") == ("True", "Running")
+        assert machine.message("RuntimeActive").endswith(" runs with this configuration and serves the kubelet")
 
 
 def test_a_containerd_that_does_not_answer(machine: Machine) -> None:
@@ -99,22 +85,32 @@ def test_an_image_without_ctr(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "substate"),
+    ("state", "load", "expected", "said"),
     [
-        ("inactive", "dead"),
-        ("activating", "start"),
-        ("deactivating", "stop"),
-        ("failed", "failed"),
-        ("active", "running"),
+        ("inactive", "loaded", ("Unknown", "NotStarted"), "run `systemctl start containerd.service` in the machine"),
+        (
+            "inactive",
+            "masked",
+            ("Unknown", "NotStarted"),
+            "is masked: if the machine has booted, run `systemctl unmask ",
+        ),
+        ("activating", "loaded", ("Unknown", "NotStarted"), "is activating: the next run checks again"),
+        ("deactivating", "loaded", ("Unknown", "NotStarted"), "is deactivating: the next run checks again"),
+        ("failed", "loaded", ("False", "Failed"), "see `journalctl -u containerd` in the machine"),
+        ("inactive", "not-found", ("False", "NoContainerd"), "install containerd in the image"),
+        ("active", "loaded", ("Unknown", "RestartPending"), "is restarting, because its configuration changed"),
     ],
 )
-def test_only_a_containerd_that_runs_is_asked(machine: Machine, state: str, substate: str) -> None:
-    """At boot, this run comes before containerd, which waits for it: it must not wait for containerd."""
+def test_only_a_containerd_that_runs_is_asked_or_restarted(
+    machine: Machine, state: str, load: str, expected: tuple[str, str], said: str
+) -> None:
+    """At boot, this run comes before containerd, which waits for it, and whose own start then loads the settings."""
     machine.program("ctr", hang)
-    machine.program("systemctl", systemctl(state, 0, substate))
-    run(machine)
+    machine.program("systemctl", systemctl(state, 0, "dead", load))
+    assert machine.verdict("RuntimeActive") == expected
+    assert said in machine.message("RuntimeActive")
     assert asked(machine) == []
-    assert machine.conditions()["RuntimeActive"][0] != "True"
+    assert any("try-restart" in call for call in machine.calls) is (state == "active")
 
 
 def test_a_containerd_that_was_stopped_is_no_containerd_that_is_about_to_start(machine: Machine) -> None:

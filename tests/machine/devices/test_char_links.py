@@ -1,27 +1,20 @@
 """The machine's links by number in /dev/char, which udev makes on a host."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from agent.machine.devices import link_nodes
 from agent.machine.notes import Context
 from agent.machine.run import run
-from tests.fakes.machine import DEVICES, EMPTY, GPUS, REQUEST, Machine, gpu_machine
+from tests.fakes.machine import DEVICES, EMPTY, GPUS, REQUEST, Machine
 
 FIRST, SECOND = "/dev/char/195:0", "/dev/char/195:1"
 WITHOUT_SECOND = REQUEST._replace(gpus=GPUS[:1], devices=tuple(each for each in DEVICES if each.path != "/dev/nvidia1"))
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    machine = gpu_machine(tmp_path / "machine")
-    run(machine)
-    return machine
-
-
 def test_links_follow_what_is_granted(machine: Machine) -> None:
+    run(machine)
     found = {device.path: machine.read_link(f"/dev/char/{device.major}:{device.minor}") for device in DEVICES}
     assert found == {device.path: f"../{device.path.removeprefix('/dev/')}" for device in DEVICES}
     machine.drop(FIRST)
@@ -44,9 +37,8 @@ def test_links_follow_what_is_granted(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("granted", [True, False])
-def test_foreign_links_stay(tmp_path: Path, granted: bool) -> None:
+def test_foreign_links_stay(machine: Machine, granted: bool) -> None:
     """The GPU Operator's validator makes absolute links."""
-    machine = gpu_machine(tmp_path / "machine")
     machine.make_directory("/dev/char")
     machine.link(SECOND, "/dev/nvidia1")
     machine.put("/dev/char/195:255", "no link")
@@ -59,8 +51,7 @@ def test_foreign_links_stay(tmp_path: Path, granted: bool) -> None:
     assert machine.read_link("/dev/char/1:3") == "../null"
 
 
-def test_a_full_dev_costs_only_the_links(tmp_path: Path) -> None:
-    machine = gpu_machine(tmp_path / "machine")
+def test_a_full_dev_costs_only_the_links(machine: Machine) -> None:
     machine.put("/dev/char", "no directory")
     assert machine.verdict("DevicesAllowed") == ("True", "Opened")
 
@@ -81,25 +72,20 @@ def test_a_driver_that_the_machine_does_not_show(machine: Machine) -> None:
     assert machine.verdict("DevicesAllowed") == ("True", "Opened")
 
 
-class KilledError(BaseException):
-    """An exception that nothing in a run handles."""
-
-
 @pytest.mark.parametrize("after", range(1, 7))
-def test_a_killed_run_leaves_no_link_behind(tmp_path: Path, after: int) -> None:
+def test_a_killed_run_leaves_no_link_behind(machine: Machine, after: int) -> None:
     """Each run is killed after that many links; then all GPUs are withdrawn."""
-    machine = gpu_machine(tmp_path / "machine")
     made = 0
 
     def kill(path: str) -> None:
         nonlocal made
         made += 1
         if made == after:
-            raise KilledError
+            raise KeyboardInterrupt
 
     context = Context.of(machine, machine.hand(REQUEST))
     machine.after_link = kill
-    with pytest.raises(KilledError):
+    with pytest.raises(KeyboardInterrupt):
         link_nodes(context, REQUEST)
     machine.after_link = lambda path: None
     link_nodes(context, EMPTY)
@@ -108,17 +94,18 @@ def test_a_killed_run_leaves_no_link_behind(tmp_path: Path, after: int) -> None:
 
 @pytest.mark.parametrize("at", ["removed", "noted", "made"])
 def test_a_run_that_is_killed_while_a_number_changes_its_node(machine: Machine, at: str) -> None:
+    run(machine)
     machine.node("/dev/nvidia1", 195, 0)
     machine.drop("/dev/nvidia0")
     del machine.nodes["/dev/nvidia0"]
     changed = REQUEST._replace(gpus=GPUS[1:], devices=(DEVICES[1]._replace(minor=0), *DEVICES[2:]))
 
     def kill(path: str) -> None:
-        raise KilledError
+        raise KeyboardInterrupt
 
     context = Context.of(machine, machine.hand(changed))
     setattr(machine, {"removed": "before_write", "noted": "before_link", "made": "after_link"}[at], kill)
-    with pytest.raises(KilledError):
+    with pytest.raises(KeyboardInterrupt):
         link_nodes(context, changed)
     machine.before_write = machine.before_link = machine.after_link = lambda path: None
     link_nodes(context, changed)

@@ -3,7 +3,6 @@
 import hashlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -13,21 +12,23 @@ from agent.machine.notes import Notes
 from agent.machine.run import run
 from agent.model.contract import render_node_files
 from agent.model.paths import NODE_FILES
-from tests.fakes.machine import REQUEST, Machine, gpu_machine
+from tests.fakes.machine import REQUEST, Machine
 
 KUBELET, UNIT = "/usr/local/bin/kubelet", "/etc/systemd/system/kubelet.service"
 SETTINGS = "/etc/kubernetes/kubelet.json"
 FILES = {KUBELET: b"a program", UNIT: b"[Unit]\n", SETTINGS: b"{}\n"}
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Machine:
-    machine = gpu_machine(tmp_path)
-    for path, content in FILES.items():
+def publish(machine: Machine, files: dict[str, bytes]) -> None:
+    for path, content in files.items():
         machine.put(path, content)
-    main = {MAIN: machine.read(MAIN)} if machine.exists(MAIN) else {}
-    listed = {path: (hashlib.sha256(each).hexdigest(), len(each)) for path, each in {**FILES, **main}.items()}
+    listed = {path: (hashlib.sha256(each).hexdigest(), len(each)) for path, each in files.items()}
     machine.put(NODE_FILES, render_node_files(listed))
+
+
+@pytest.fixture
+def node(machine: Machine) -> Machine:
+    publish(machine, FILES)
     run(machine)
     return machine
 
@@ -92,11 +93,8 @@ def test_programs_are_read_after_they_were_written_and_not_by_the_first_runs_aft
     assert node.digests == [UNIT]
 
 
-def test_the_agents_own_import_is_no_change(tmp_path: Path) -> None:
-    machine = gpu_machine(tmp_path)
-    machine.put(MAIN, "version = 2\n")
-    listed = {MAIN: (hashlib.sha256(b"version = 2\n").hexdigest(), len("version = 2\n"))}
-    machine.put(NODE_FILES, render_node_files(listed))
+def test_the_agents_own_import_is_no_change(machine: Machine) -> None:
+    publish(machine, {MAIN: b"version = 2\n"})
     machine.hand(REQUEST, containerd_drop_in="/etc/containerd/other.d/99-gpu.toml")
     run(machine)
     assert machine.read_text(MAIN) != "version = 2\n"

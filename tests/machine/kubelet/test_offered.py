@@ -21,17 +21,7 @@ from agent.model.paths import ALLOCATABLE, DRA_STATUS
 from agent.vendors.drm.machine import AmdMachine
 from agent.vendors.nvidia.machine import NvidiaMachine
 from tests.fakes.kubelet import UUIDS, Kubelet
-from tests.fakes.machine import (
-    DEVICES,
-    EMPTY,
-    GPUS,
-    REQUEST,
-    VERSION,
-    Machine,
-    nvidia_ctk,
-    recorded_spec,
-    systemctl,
-)
+from tests.fakes.machine import DEVICES, EMPTY, GPUS, REQUEST, VERSION, Machine, nvidia_ctk, recorded_spec, systemctl
 from tests.fakes.mig import MIG_REQUEST, mig_spec
 from tests.fakes.mig import UUIDS as MIG_UUIDS
 
@@ -73,6 +63,10 @@ def test_what_is_published_is_what_the_verified_specification_has(machine: Machi
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
     run(machine)
     assert machine.identity(ALLOCATABLE) == before
+    for damaged in (b"", b"{}", b"\xff" * 100):
+        machine.put(ALLOCATABLE, damaged)
+        run(machine)
+        assert allocatable(machine)[0].devices == BOTH
 
 
 def test_nothing_is_published_for_a_device_plugin(machine: Machine) -> None:
@@ -81,14 +75,6 @@ def test_nothing_is_published_for_a_device_plugin(machine: Machine) -> None:
     run(machine)
     assert not machine.exists(ALLOCATABLE)
     assert machine.conditions()["GPUsAdvertised"] == ("Unknown", "NoKubelet")
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 100])
-def test_a_damaged_document_is_written_again(machine: Machine, content: bytes) -> None:
-    run(machine)
-    machine.put(ALLOCATABLE, content)
-    run(machine)
-    assert allocatable(machine)[0].devices == BOTH
 
 
 def test_a_withdrawn_gpu_is_no_longer_allocatable(machine: Machine) -> None:
@@ -159,6 +145,8 @@ def test_every_gpu_is_offered(kubelet: Kubelet) -> None:
 @pytest.mark.parametrize(
     ("change", "reason", "words"),
     [
+        (None, "DRADriverDown", "nothing since the machine's start; no pod with a GPU can start or end"),
+        (b"{", "DRADriverDown", "dra-status.json: not JSON"),
         ({"at": 0.0}, "DRADriverDown", "has reported nothing since 1970-01-01T00:00:00Z"),
         ({"at": time.time() + 86400}, "DRADriverDown", "has reported nothing since"),
         ({"reason": "NoKubeconfig", "message": "no file"}, "NoKubeconfig", "no file"),
@@ -170,9 +158,13 @@ def test_every_gpu_is_offered(kubelet: Kubelet) -> None:
     ],
 )
 def test_what_keeps_gpus_from_pods_is_named(
-    kubelet: Kubelet, change: dict[str, object], reason: str, words: str
+    kubelet: Kubelet, change: dict[str, object] | bytes | None, reason: str, words: str
 ) -> None:
-    tell(kubelet.machine, well()._replace(**change))  # type: ignore[arg-type]
+    """None stands for a service that has never reported."""
+    if isinstance(change, bytes):
+        kubelet.machine.put(DRA_STATUS, change)
+    elif change is not None:
+        tell(kubelet.machine, well()._replace(**change))  # type: ignore[arg-type]
     assert kubelet.condition() == ("False", reason)
     assert words in kubelet.message()
 
@@ -188,14 +180,6 @@ def test_a_clock_that_was_set(kubelet: Kubelet, jump: float, monkeypatch: pytest
     assert kubelet.condition() == ("True", "Advertised")
     monkeypatch.setattr(time, "monotonic", lambda: since_boot() + DRA_STATUS_SILENT_AFTER + 1)
     assert kubelet.condition() == ("False", "DRADriverDown")
-
-
-def test_a_service_that_has_never_reported_or_writes_nonsense(kubelet: Kubelet) -> None:
-    assert kubelet.condition() == ("False", "DRADriverDown")
-    assert "has reported nothing since the machine's start; no pod with a GPU can start or end" in kubelet.message()
-    kubelet.machine.put(DRA_STATUS, "{")
-    assert kubelet.condition() == ("False", "DRADriverDown")
-    assert "dra-status.json: not JSON" in kubelet.message()
 
 
 def test_the_service_is_not_blamed_for_a_missing_kubelet_or_specification(machine: Machine, kubelet: Kubelet) -> None:

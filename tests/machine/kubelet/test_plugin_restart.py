@@ -8,13 +8,11 @@ import time
 
 import pytest
 
-from agent.machine.containerd_tables import MAIN
 from agent.machine.kubelet import PLUGINS, RESTART_INTERVAL, SOCKET
 from agent.machine.notes import Notes
-from tests.fakes.containerd_files import MAIN_2
 from tests.fakes.kubelet import PLUGIN_SOCKET, UUIDS, Kubelet
 from tests.fakes.machine import EMPTY, REQUEST, Machine, failing, systemctl
-from tests.fakes.plugin_restarts import BY_SYSTEMD, CGROUP, CONTAINER, restarts
+from tests.fakes.plugin_restarts import BY_SYSTEMD, CGROUP, CONTAINER, allow_restarts, restarts
 
 OTHER = CONTAINER[::-1]
 NOTE = "device-plugin-restart-nvidia"
@@ -23,10 +21,7 @@ NOTE = "device-plugin-restart-nvidia"
 @pytest.fixture
 def outdated(kubelet: Kubelet) -> Kubelet:
     kubelet.serve()
-    kubelet.machine.hand(REQUEST, restart_device_plugin=True)
-    kubelet.machine.put("/usr/local/bin/crictl")
-    kubelet.machine.put(CGROUP, BY_SYSTEMD)
-    kubelet.machine.program("systemd-run", "")
+    allow_restarts(kubelet.machine)
     kubelet.advertise(gpu=[UUIDS[0]])
     kubelet.publish_later()
     return kubelet
@@ -45,7 +40,7 @@ def test_the_container_that_serves_is_stopped_once(outdated: Kubelet, cgroup: st
     outdated.machine.put(CGROUP, cgroup)
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     (command,) = restarts(outdated.machine)
-    assert command[0] == "/usr/local/bin/crictl"
+    assert command[:2] == ("/usr/local/bin/crictl", f"--runtime-endpoint=unix://{SOCKET}")
     assert "stop" in command
     assert command[-1] == CONTAINER
     assert "--no-block" in next(call for call in outdated.machine.calls if call[0] == "systemd-run")
@@ -74,21 +69,12 @@ def test_the_plugin_of_a_machine_without_gpus_is_restarted_once(outdated: Kubele
     assert not outdated.machine.exists("/etc/cdi/nvidia.yaml")
 
 
-@pytest.mark.parametrize(
-    ("main", "arguments", "socket"),
-    [
-        ("", "", SOCKET),
-        ('[grpc]\naddress = "/run/a.sock"\n', "", "/run/a.sock"),
-        ('[grpc]\naddress = "/run/a.sock"\n', "-a /run/b.sock", "/run/b.sock"),
-    ],
-)
-def test_containerd_is_told_at_its_own_socket(outdated: Kubelet, main: str, arguments: str, socket: str) -> None:
-    outdated.machine.put(MAIN, MAIN_2 + main)
-    outdated.machine.put("/proc/52/cmdline", f"containerd {arguments}".replace(" ", "\0") + "\0")
+def test_containerd_is_told_at_its_own_socket(outdated: Kubelet) -> None:
+    outdated.machine.put("/proc/52/cmdline", "containerd\0-a\0/run/b.sock\0")
     outdated.machine.program("systemctl", systemctl("active", 10, main_process=52))
     outdated.condition()
     (command,) = restarts(outdated.machine)
-    assert f"--runtime-endpoint=unix://{socket}" in command
+    assert "--runtime-endpoint=unix:///run/b.sock" in command
 
 
 def test_a_container_that_was_not_stopped_is_stopped_later(outdated: Kubelet) -> None:
@@ -102,14 +88,6 @@ def test_a_container_that_was_not_stopped_is_stopped_later(outdated: Kubelet) ->
         assert len(restarts(outdated.machine)) == 2
         assert "restart 2 " in outdated.message()
         assert "which the one before could not" in outdated.message()
-
-
-def test_a_hard_link_of_another_plugins_socket_is_not_trusted(outdated: Kubelet) -> None:
-    place = outdated.machine.tree / PLUGINS[1:]
-    (place / "other.sock").hardlink_to(place / PLUGIN_SOCKET.rsplit("/", 1)[1])
-    assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
-    assert "is not running in a pod's container" in outdated.message()
-    assert not restarts(outdated.machine)
 
 
 def test_another_gpu_soon_after_waits(outdated: Kubelet) -> None:
@@ -135,34 +113,38 @@ def test_no_restart_unless_it_is_configured_and_helps(outdated: Kubelet) -> None
     assert not restarts(outdated.machine)
 
 
-@pytest.mark.parametrize("cgroup", [
-    "0::/system.slice/nvidia-device-plugin.service\n",
-    "0::/user.slice/user-0.slice/session-1.scope\n",
-    f"0::/system.slice/docker-{CONTAINER}.scope\n",
-    "0::/kubepods.slice/kubepods-besteffort.slice\n",
-    "",
-    None,
-])  # fmt: skip
-def test_a_plugin_outside_of_pods_is_left_alone(outdated: Kubelet, cgroup: str | None) -> None:
-    """None stands for a plugin that has just exited."""
-    outdated.machine.put(CGROUP, cgroup or "")
-    if cgroup is None:
+@pytest.mark.parametrize(
+    "cgroup",
+    [
+        "0::/system.slice/nvidia-device-plugin.service\n",
+        "0::/user.slice/user-0.slice/session-1.scope\n",
+        f"0::/system.slice/docker-{CONTAINER}.scope\n",
+        "0::/kubepods.slice/kubepods-besteffort.slice\n",
+        "",
+        "none: it has just exited",
+        "hard link",
+    ],
+)
+def test_a_plugin_outside_of_pods_is_left_alone(outdated: Kubelet, cgroup: str) -> None:
+    """A hard link may be of another plugin's socket."""
+    if cgroup == "hard link":
+        place = outdated.machine.tree / PLUGINS[1:]
+        (place / "other.sock").hardlink_to(place / PLUGIN_SOCKET.rsplit("/", 1)[1])
+    elif cgroup.startswith("none"):
         outdated.machine.drop(CGROUP)
+    else:
+        outdated.machine.put(CGROUP, cgroup)
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     assert "is not running in a pod's container" in outdated.message()
     assert not restarts(outdated.machine)
 
 
-def test_without_crictl_the_condition_says_so(outdated: Kubelet) -> None:
+def test_what_keeps_the_plugin_from_being_restarted_is_reported_and_retried(outdated: Kubelet) -> None:
     outdated.machine.drop("/usr/local/bin/crictl")
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     assert "install crictl" in outdated.message()
+    assert not restarts(outdated.machine)
     outdated.machine.put("/usr/bin/crictl")
-    outdated.condition()
-    assert len(restarts(outdated.machine)) == 1
-
-
-def test_a_failed_start_is_reported_and_retried(outdated: Kubelet) -> None:
     outdated.machine.program("systemd-run", "", status=1, stderr="Failed to connect to bus")
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     assert "Failed to connect to bus" in outdated.message()

@@ -1,7 +1,6 @@
 """The device plugin's own CDI specification is verified but never edited; the plugin is simulated."""
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +8,8 @@ import pytest
 
 from agent.vendors.nvidia.contract import SPEC, SPEC_KIND
 from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
-from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, recorded_spec
-from tests.fakes.plugin_restarts import BY_SYSTEMD, CGROUP, restarts
+from tests.fakes.machine import LIBRARIES, ROOT, VERSION, recorded_spec
+from tests.fakes.plugin_restarts import allow_restarts, restarts
 
 Spec = dict[str, Any]
 
@@ -132,12 +131,8 @@ def test_many_faults_of_one_upgrade_are_counted(kubelet: Kubelet) -> None:
 def test_an_outdated_spec_restarts_the_plugin_if_configured(kubelet: Kubelet) -> None:
     """The plugin rewrites its specification when it starts."""
     machine = kubelet.machine
-    machine.hand(REQUEST, restart_device_plugin=True)
-    machine.put("/usr/local/bin/crictl")
-    machine.put(CGROUP, BY_SYSTEMD)
-    machine.program("systemd-run", "")
+    allow_restarts(machine)
     machine.put(SPEC, json.dumps(plugin_spec() | {"devices": plugin_spec()["devices"][:1]}))
-    assert os.path.exists(machine.tree / SPEC[1:])
     assert kubelet.condition() == ("False", "PluginSpecOutdated")
     assert len(restarts(machine)) == 1
     assert "restart 1 since" in kubelet.message()

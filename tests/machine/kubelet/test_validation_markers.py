@@ -4,13 +4,12 @@ import errno
 import os
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from agent.machine.run import run
 from agent.vendors.nvidia.contract import DIRECTORY
-from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine, opening, systemctl
+from tests.fakes.machine import EMPTY, REQUEST, Machine, opening, systemctl
 
 DRIVER, TOOLKIT = f"{DIRECTORY}/driver-ready", f"{DIRECTORY}/toolkit-ready"
 KIND = "ValidationMarkersSet"
@@ -19,8 +18,7 @@ RUNNING_SINCE = 10**15
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    machine = gpu_machine(tmp_path / "machine")
+def machine(machine: Machine) -> Machine:
     machine.program("systemctl", systemctl("active", RUNNING_SINCE))
     machine.hand(REQUEST, validation_markers=True)
     return machine

@@ -65,8 +65,6 @@ def test_loader_configuration_is_linked_and_removed_with_the_driver(machine: Mac
         ({}, [], [CUDA], []),
         ({CUDA: TEXT}, [], [], []),
         ({CUDA: OLD}, [], [CUDA], []),
-        ({CUDA: FOREIGN}, [], [], [CUDA]),
-        ({CUDA: "stubs/libcuda.so"}, [], [], [CUDA]),
         ({CUDA: "/etc/alternatives/libcuda"}, [], [], [CUDA]),
         ({CUDA: TEXT, f"{MULTIARCH}/libold.so": OLD}, [f"{MULTIARCH}/libold.so"], [], []),
         ({CUDA: TEXT, f"{MULTIARCH}/libother.so": "libz.so.1", f"{MULTIARCH}/libz.so.1": FOREIGN}, [], [], []),
@@ -158,10 +156,18 @@ def test_the_driver_root_must_be_a_directory_with_files(machine: Machine, how: s
     assert ("ldconfig",) not in machine.calls
 
 
-def test_links_of_a_withdrawn_driver_leave_the_loader_cache_too(machine: Machine) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_links_of_a_withdrawn_driver_leave_the_loader_cache_too(machine: Machine, killed: bool) -> None:
     """It would list names that lead nowhere. Without links, and without a driver, no program is started."""
     run(machine)
     machine.hand(EMPTY)
+    if killed:
+        working = machine.programs["ldconfig"]
+        machine.program("ldconfig", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(machine)
+        assert machine.read_link(CUDA) is None
+        machine.program("ldconfig", working)
     for times in (1, 0):
         machine.calls.clear()
         run(machine)
@@ -170,58 +176,57 @@ def test_links_of_a_withdrawn_driver_leave_the_loader_cache_too(machine: Machine
     assert machine.conditions()["LibrariesLinked"] == ("True", "NotApplicable")
 
 
-def test_a_removal_that_was_killed_before_ldconfig_ran_is_completed(machine: Machine) -> None:
-    run(machine)
-    machine.hand(EMPTY)
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_the_loader_cache_of_another_program_is_updated(machine: Machine, meanwhile: bool) -> None:
+    """A package's trigger may have run ldconfig while the driver root was missing.
+
+    Or it searched the directories before the links were made, and ended after the agent had listed the cache.
+    """
     working = machine.programs["ldconfig"]
-    machine.program("ldconfig", die)
-    with contextlib.suppress(KilledError):
-        run(machine)
-    assert machine.read_link(CUDA) is None
-    machine.program("ldconfig", working)
-    machine.calls.clear()
-    run(machine)
-    assert machine.calls.count(("ldconfig",)) == 1
 
-
-def test_the_loader_cache_is_updated_if_a_name_is_missing(machine: Machine) -> None:
-    """A package's trigger may have run ldconfig while the driver root was missing."""
-    run(machine)
-    machine.put("/etc/ld.so.cache", "\tx (libc6,x86-64) => /lib/x86_64-linux-gnu/libc.so.6")
-    machine.calls.clear()
-    run(machine)
-    assert ("ldconfig",) in machine.calls
-    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
-
-
-def test_a_loader_cache_that_is_replaced_while_it_is_listed_is_listed_again(machine: Machine) -> None:
-    """The trigger of a package searched the directories before the links were made, and ends after the listing."""
-
-    def replaced_after(argv: tuple[str, ...]) -> Completed:
-        found = ldconfig(machine, argv)
-        if "-p" in argv:
+    def listed(argv: tuple[str, ...]) -> Completed:
+        found = working(argv)
+        if "-p" in argv and meanwhile:
             machine.put("/etc/ld.so.cache", "\tx (libc6,x86-64) => /lib/x86_64-linux-gnu/libc.so.6")
         return found
 
-    machine.program("ldconfig", replaced_after)
+    machine.program("ldconfig", listed)
     run(machine)
-    machine.program("ldconfig", lambda argv: ldconfig(machine, argv))
+    machine.program("ldconfig", working)
+    if not meanwhile:
+        machine.put("/etc/ld.so.cache", "\tx (libc6,x86-64) => /lib/x86_64-linux-gnu/libc.so.6")
     machine.calls.clear()
     run(machine)
     assert machine.calls.count(("ldconfig",)) == 1
     assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
 
 
-def test_names_under_lib_count(machine: Machine) -> None:
-    """Debian's loader cache lists /lib/<triplet>, which is the same directory."""
+@pytest.mark.parametrize(
+    ("merged", "stub_first", "reason"),
+    [(True, False, "Linked"), (False, True, "Shadowed"), (False, False, "NotInLoaderCache")],
+)
+def test_a_library_below_lib_is_ours_only_with_a_merged_usr(
+    machine: Machine, merged: bool, stub_first: bool, reason: str
+) -> None:
+    """Debian's loader cache lists /lib/<triplet>, which is the same directory there.
 
-    def merged(argv: tuple[str, ...]) -> Completed:
-        found = ldconfig(machine, argv)
-        return Completed(0, found.stdout.replace(b"=> /usr/lib/", b"=> /lib/"), b"")
+    LibrariesLinked was True, although the loader found the stub: /lib was always taken for /usr/lib.
+    """
+    stub = CUDA.removeprefix("/usr")
+    if merged:
+        machine.link("/lib", "usr/lib")
+    else:
+        machine.put(stub, "a stub")
 
-    machine.link("/lib", "usr/lib")
-    machine.program("ldconfig", merged)
-    assert machine.verdict("LibrariesLinked") == ("True", "Linked")
+    def below_lib(argv: tuple[str, ...]) -> Completed:
+        return Completed(0, ldconfig(machine, argv).stdout.replace(CUDA.encode(), stub.encode()), b"")
+
+    machine.program("ldconfig", below_lib)
+    if stub_first:
+        put_first(f"\tlibcuda.so.1 (libc6,x86-64) => {stub}")(machine)
+    assert machine.verdict("LibrariesLinked") == (str(merged), reason)
+    assert (f"load {stub} instead of {CUDA}" in machine.message("LibrariesLinked")) is stub_first
+    assert merged or CUDA in machine.message("LibrariesLinked")
 
 
 def test_a_directory_that_ldconfig_does_not_search(machine: Machine) -> None:
@@ -236,24 +241,23 @@ def test_a_directory_that_ldconfig_does_not_search(machine: Machine) -> None:
     "change", ["/etc/ld.so.conf.d/driver.conf", "/etc/ld.so.conf", "/etc/ld.so.cache", "the handoff"]
 )
 def test_ldconfig_that_does_not_help_becomes_rare(
-    machine: Machine, later: Callable[[float], None], change: str
+    machine: Machine, becomes_rare: Callable[..., None], change: str
 ) -> None:
     """It ran, and wrote the loader cache, each minute. A change of what it depends on is not missed."""
-    attempts = []
+    working = machine.programs["ldconfig"]
 
     def useless(argv: tuple[str, ...]) -> Completed:
         if argv == ("ldconfig",):
             machine.put("/etc/ld.so.cache", "1 libs found in cache\n")
         return Completed(0, b"", b"")
 
-    working = machine.programs["ldconfig"]
-    machine.program("ldconfig", useless)
-    for minute in range(30 if change == "the handoff" else 4):
+    def tries() -> bool:
         machine.calls.clear()
         assert machine.verdict("LibrariesLinked") == ("False", "NotInLoaderCache")
-        attempts += [minute] if ("ldconfig",) in machine.calls else []
-        later(60.0)
-    assert attempts == ([0, 1, 2, 4, 8, 16, 26] if change == "the handoff" else [0, 1, 2])
+        return ("ldconfig",) in machine.calls
+
+    machine.program("ldconfig", useless)
+    becomes_rare(tries, 26 if change == "the handoff" else 3)
     machine.program("ldconfig", working)
     if change == "the handoff":
         machine.hand(REQUEST)
@@ -262,12 +266,8 @@ def test_ldconfig_that_does_not_help_becomes_rare(
     assert machine.verdict("LibrariesLinked") == ("True", "Linked")
 
 
-class KilledError(BaseException):
-    """An exception that nothing in a run handles."""
-
-
 def die(argv: tuple[str, ...]) -> Completed:
-    raise KilledError
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("boot", [False, True], ids=["next run", "next boot"])
@@ -281,7 +281,7 @@ def test_an_interrupted_ldconfig_runs_again(
     machine.hand(REQUEST._replace(driver_root="/run/host-nvidia/1"))
     working = machine.programs["ldconfig"]
     machine.program("ldconfig", end)
-    with contextlib.suppress(KilledError):
+    with contextlib.suppress(KeyboardInterrupt):
         assert machine.verdict("LibrariesLinked") == ("False", "Failed")
     machine.program("ldconfig", working)
     if boot:
@@ -343,23 +343,6 @@ def test_a_whole_driver_cuts_off_no_advice(machine: Machine, reason: str, advice
         put_first("\n".join(f"\t{name}.1 (libc6,x86-64) => /opt/{name}.1" for name in names))(machine)
     assert machine.verdict("LibrariesLinked") == ("False", reason)
     assert machine.message("LibrariesLinked").endswith(advice)
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_without_a_merged_usr_a_library_below_lib_is_another_one(machine: Machine, listed: bool) -> None:
-    """LibrariesLinked was True, although the loader found the stub: /lib was taken for /usr/lib."""
-    stub = CUDA.removeprefix("/usr")
-
-    def without_ours(argv: tuple[str, ...]) -> Completed:
-        return Completed(0, ldconfig(machine, argv).stdout.replace(CUDA.encode(), stub.encode()), b"")
-
-    machine.put(stub, "a stub")
-    if listed:
-        put_first(f"\tlibcuda.so.1 (libc6,x86-64) => {stub}")(machine)
-    else:
-        machine.program("ldconfig", without_ours)
-    assert machine.verdict("LibrariesLinked") == ("False", "Shadowed" if listed else "NotInLoaderCache")
-    assert (f"load {stub} instead of {CUDA}" if listed else CUDA) in machine.message("LibrariesLinked")
 
 
 @pytest.mark.parametrize(
