@@ -73,9 +73,10 @@ def test_each_commit_and_each_change_has_its_own(checkout: Path) -> None:
     assert len({first, changed, again, version(checkout)}) == 4
 
 
-def test_the_tag_is_the_release(checkout: Path) -> None:
+def test_the_tag_is_the_release_unless_another_version_is_chosen(checkout: Path) -> None:
     git(checkout, "tag", "v0.1.0")
     assert version(checkout) == "0.1.0"
+    assert version(checkout, VERSION="2.0.0") == "2.0.0"
     with (checkout / "agent/__init__.py").open("a") as file:
         file.write("# changed\n")
     assert version(checkout) != "0.1.0"
@@ -87,10 +88,6 @@ def test_an_archive_says_that_it_is_one(checkout: Path) -> None:
     for name in ("deploy", "agent"):
         shutil.copytree(checkout / name, inner / name)
     assert version(inner) == "0.1.0+source"
-
-
-def test_it_can_be_chosen(checkout: Path) -> None:
-    assert version(checkout, VERSION="2.0.0") == "2.0.0"
 
 
 def test_a_checkout_says_that_it_is_one() -> None:
