@@ -93,6 +93,11 @@ def test_prepare_makes_its_pass_in_the_sandbox_of_the_service() -> None:
     # The machine's own unit mounts, because that has to work without the agent.
     assert "CAP_SYS_ADMIN" not in prepare["CapabilityBoundingSet"]
     assert "@mount" not in prepare["SystemCallFilter"]
+    # Only the directory of root file systems is closed outside the sandbox, in which it is read-only: a file system may
+    # have been mounted there since the boot, with a top directory that is open to all users.
+    assert paths.MACHINE_ROOTS not in prepare["ReadWritePaths"].split()
+    assert prepare["ExecStartPre"] == "-+/usr/bin/systemd-tmpfiles --create unbounded-agent.conf"
+    assert f"\nz {paths.MACHINE_ROOTS} 0700 root root -\n" in TMPFILES.read_text()
 
 
 def test_the_gpu_setup_acts_on_the_machines_own_mounts() -> None:
@@ -172,12 +177,6 @@ def test_tmpfiles_makes_what_the_service_writes(tmp_path: Path) -> None:
     assert tool(*create, "--remove", "--boot").returncode == 0
     assert not mark.exists()
     assert mark.parent.exists()
-    # A file system may have been mounted there since the boot, with a top directory that is open to all users. In the
-    # sandbox of prepare, the directory is read-only, so this runs outside it.
-    prepare = settings(PREPARE, "Service")
-    assert paths.MACHINE_ROOTS not in prepare["ReadWritePaths"].split()
-    assert prepare["ExecStartPre"] == "-+/usr/bin/systemd-tmpfiles --create unbounded-agent.conf"
-    assert f"\nz {paths.MACHINE_ROOTS} 0700 root root -\n" in TMPFILES.read_text()
 
 
 def test_every_place_of_a_driver_is_visible_even_if_made_later() -> None:
