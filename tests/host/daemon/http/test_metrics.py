@@ -1,12 +1,11 @@
 """Metrics of outcomes, read by Prometheus' own parsers."""
 
+import itertools
 import shutil
 import subprocess
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -86,24 +85,29 @@ def test_a_ready_machine() -> None:
     assert value(samples, "driver_info", **versions) == 1
 
 
-@given(st.sampled_from(ConditionType), st.sampled_from(Status))
-def test_each_condition_has_one_series(kind: ConditionType, status: Status) -> None:
+def test_each_condition_has_one_series() -> None:
     """Its labels have status and reason, and the gauge machine_ready follows Ready alone."""
-    machine = MachineOutcome("gpu-node", conditions(Condition(kind, status, "Stopped", "message")))
-    if kind is ConditionType.READY:
-        machine = MachineOutcome("gpu-node", (Condition(kind, status, "Stopped", "message"),))
-    samples = scrape(view_of(machine))
-    found = [dict(labels) for name, labels in samples if name == "machine_condition"]
-    assert [each["condition"] for each in found] == list(ConditionType)
-    assert {"machine": "gpu-node", "condition": kind, "status": status, "reason": "Stopped"} in found
-    is_ready = next(each["status"] for each in found if each["condition"] == "Ready") == "True"
-    assert value(samples, "machine_ready", machine="gpu-node") == is_ready
+    machines = []
+    for kind, status in itertools.product(ConditionType, Status):
+        one = Condition(kind, status, "Stopped", "message")
+        shown = (one,) if kind is ConditionType.READY else conditions(one)
+        machines.append(MachineOutcome(f"{kind}-{status}", shown))
+    samples = scrape(view_of(*machines))
+    for machine in machines:
+        name, (kind_of, _, status_of) = machine.name, machine.name.partition("-")
+        found = [
+            dict(labels) for each, labels in samples if each == "machine_condition" and ("machine", name) in labels
+        ]
+        assert [each["condition"] for each in found] == list(ConditionType)
+        assert {"machine": name, "condition": kind_of, "status": status_of, "reason": "Stopped"} in found
+        is_ready = next(each["status"] for each in found if each["condition"] == "Ready") == "True"
+        assert value(samples, "machine_ready", machine=name) == is_ready
 
 
 def test_attack_a_machine_cannot_make_series_without_end() -> None:
     """Reasons and versions come from its report: unknown reasons are not shown, and only some versions."""
     metrics, versions = Metrics(), set()
-    for number in range(100):
+    for number in range(VERSIONS + 10):
         strange = Condition(ConditionType.RUNTIME_ACTIVE, Status.FALSE, f"Reason{number}", "message")
         machine = MachineOutcome("gpu-node", conditions(strange), agent_version=f"1.0.{number}")
         samples = [(name, dict(labels)) for name, labels in scrape(view_of(machine), metrics)]
@@ -137,26 +141,22 @@ def test_without_evidence_nothing_is_claimed() -> None:
     assert value(samples, "observation_last_success_timestamp_seconds") == 1.7e9
 
 
+BOUND = Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0)
+RENDER_NODE = DeviceNode("/dev/dri/renderD128", DeviceKind.DRI_RENDER, DeviceNumber(226, 128), GPUS[0])
+
+
 @pytest.mark.parametrize(
     ("gpu", "devices", "status"),
     [
         (Gpu(GPUS[0], "nvidia"), (), "unbound"),
-        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0, why_lost="Xid 79"), (), "failed"),
-        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0, why_lost="Xid 79", detached=True), (), "detached"),
-        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), (), "missing"),
-        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), VENDOR.devices, "ok"),
-        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), Unseen("/dev: time limit"), "unknown"),
-        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), Broken("/dev/nvidia0 is a file"), "unknown"),
-        (
-            Gpu(GPUS[0], "intel", driver="i915"),
-            (DeviceNode("/dev/dri/renderD128", DeviceKind.DRI_RENDER, DeviceNumber(226, 128), GPUS[0]),),
-            "ok",
-        ),
-        (
-            Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0),
-            (DeviceNode("/dev/dri/renderD128", DeviceKind.DRI_RENDER, DeviceNumber(226, 128), GPUS[0]),),
-            "missing",
-        ),
+        (replace(BOUND, why_lost="Xid 79"), (), "failed"),
+        (replace(BOUND, why_lost="Xid 79", detached=True), (), "detached"),
+        (BOUND, (), "missing"),
+        (BOUND, VENDOR.devices, "ok"),
+        (BOUND, Unseen("/dev: time limit"), "unknown"),
+        (BOUND, Broken("/dev/nvidia0 is a file"), "unknown"),
+        (Gpu(GPUS[0], "intel", driver="i915"), (RENDER_NODE,), "ok"),
+        (BOUND, (RENDER_NODE,), "missing"),
     ],
 )
 def test_each_gpu_has_one_status(gpu: Gpu, devices: Seen[tuple[DeviceNode, ...]], status: str) -> None:
