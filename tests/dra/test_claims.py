@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from agent.dra.claims import Checkpoint, ClaimReference, NotAllocatedError, PreparedDevice
+from agent.dra.claims import ClaimReference, NotAllocatedError, PreparedDevice
 from agent.dra.inventory import Device
 from agent.model.errors import AgentError
 from agent.model.paths import DRA_DRIVER
-from tests.fakes.dra_node import GPUS, KUBELET, NODE, PARTITION, Node, claim, reference
+from tests.fakes.dra_node import GPUS, NODE, PARTITION, Node, claim, reference
 
 
 @pytest.fixture
@@ -262,14 +262,6 @@ def test_what_cannot_be_noted_is_not_prepared(node: Node) -> None:
     with pytest.raises(OSError, match="director"):
         node.claims.prepare(reference("a"))
     assert not node.claims.prepared
-
-
-def test_a_second_service_leaves_the_first_one_alone(node: Node) -> None:
-    """Two would not know each other's claims, and would take each other's sockets away again and again."""
-    with pytest.raises(AgentError, match="dra/lock: another process offers this node's GPUs"):
-        Checkpoint(node.system, KUBELET)
-    node.api["a"] = claim("a", GPUS[0])
-    assert node.claims.prepare(reference("a"))
 
 
 # The record of prepared claims survives damage, because the kubelet has a record too.

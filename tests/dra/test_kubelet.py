@@ -498,3 +498,13 @@ def test_memory(driver: Driver) -> None:
             stream.cancel()
     assert last < 64_000, f"{last} KiB, {first} KiB at first"
     assert last < first + 1000
+
+
+def test_a_second_driver_leaves_the_first_one_alone(driver: Driver) -> None:
+    """Two would not know each other's claims, and would take each other's sockets away again and again."""
+    argv = [sys.executable, "-m", "tests.fakes.dra_process", str(driver.tree)]
+    finished = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=LONG)
+    assert finished.returncode == 1
+    assert "dra/lock: another process offers this node's GPUs" in finished.stderr
+    driver.allocate("a", GPUS[0])
+    assert ask(driver.sockets[1], PREPARE, reference("a"))["uid-of-a"].error == ""
