@@ -1,10 +1,12 @@
 """Detaching a GPU: whole passes over a simulated host, whose machine reports whenever somebody waits for it.
 
-The processes are synthetic, and exit when a test says so.
+The processes are synthetic, and exit when a test says so. New pods are kept from a GPU that the node offers itself
+(`allocation = "dra"`) before it is withdrawn, and pods that have it are evicted.
 """
 
 import errno
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,11 @@ from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import GRANTED, forget_detached, observe_gpus, record_detached
 from agent.host.state.locks import pass_lock
 from agent.model.conditions import ConditionType, Status
+from agent.model.contract import Effect, GpuState, parse_gpu_states
 from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import DeviceAllow, Unseen, parse_live
 from agent.model.handoff import FabricAnswer
-from agent.model.paths import GPUS, granted_file, handoff_file, live_file, node_record, nspawn_file, report_directory
+from agent.model.paths import GPUS, gpu_states_file, granted_file, handoff_file, live_file, node_record, nspawn_file
 from tests.fakes.clock import Clock
 from tests.fakes.detach_site import FAST, HOLDER, Interrupted, Site
 from tests.fakes.gpu_host import MACHINE, UNITS, units
@@ -39,17 +42,36 @@ def text(ending: Ending) -> str:
     return "\n".join(ending.sentences)
 
 
+def allowed(site: Site) -> tuple[DeviceAllow, ...]:
+    return parse_live(site.host.read(live_file(MACHINE))).allow
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
 def test_a_gpu_that_nobody_uses_may_be_removed(site: Site) -> None:
+    """And is given back. If the permission went before the specification, a new pod could get a node that does not
+    open."""
     assert site.permitted()
+    order: list[tuple[tuple[str, ...], bool]] = []
+    site.meanwhile = [lambda: order.append((site.granted(), site.permitted()))]
     ending = detach(SECOND, site.agent, FAST)
     assert ending.done, text(ending)
     assert f"{SECOND} may be removed" in text(ending)
-    assert site.granted() == (FIRST,)
-    assert not site.permitted()
+    assert order == [((FIRST,), True)]
+    assert (site.granted(), site.permitted()) == ((FIRST,), False)
     assert b"/dev/nvidia1\n" not in site.host.read(nspawn_file(MACHINE))
     conditions = site.conditions()
     assert conditions[ConditionType.DEVICES_PRESENT] == (Status.TRUE, "GPUDetached")
     assert conditions[ConditionType.READY] == (Status.TRUE, "AllConditionsTrue")
+    ending = attach(SECOND, site.agent, FAST)
+    assert ending.done, text(ending)
+    assert (site.granted(), site.permitted()) == ((FIRST, SECOND), True)
+    assert "not detached: nothing to do" in text(attach(SECOND, site.agent, FAST))
 
 
 def test_a_process_that_cannot_be_inspected_is_reported_and_decides_nothing(site: Site) -> None:
@@ -82,14 +104,6 @@ def test_a_gpu_whose_users_cannot_be_determined_is_left_as_it_is(site: Site) -> 
     assert detach(FIRST, site.agent, FAST).done, "without a driver nothing can have it open"
 
 
-def test_the_spec_is_withdrawn_before_the_permission(site: Site) -> None:
-    """In the other order, a new pod could get a node that does not open."""
-    order: list[tuple[tuple[str, ...], bool]] = []
-    site.meanwhile = [lambda: order.append((site.granted(), site.permitted()))]
-    assert detach(SECOND, site.agent, FAST).done
-    assert order == [((FIRST,), True)]
-
-
 def test_refuse_changes_nothing(site: Site) -> None:
     site.hold(group=POD_GROUP, inner=(77, 1), command=b"train")
     before = site.host.read(handoff_file(MACHINE))
@@ -115,14 +129,19 @@ def test_the_message_says_that_the_device_plugin_needs_a_restart(site: Site) -> 
     assert "delete the pod while `gpus detach` waits" in text(detach(SECOND, site.agent, FAST))
 
 
-def test_refuse_returns_a_gpu_that_was_opened_meanwhile(site: Site) -> None:
-    """A pod may start between the check and the withdrawal of the specification."""
+@pytest.mark.parametrize(("gpus", "granted"), [("all", (FIRST, SECOND)), ("count=1", (SECOND,))])
+def test_refuse_returns_a_gpu_that_was_opened_meanwhile(site: Site, gpus: str, granted: tuple[str, ...]) -> None:
+    """A pod may start between the check and the withdrawal of the specification.
+
+    If a number is configured, the GPU at the lower address would have been its replacement.
+    """
+    site.configure(gpus=[*granted]).reconcile()
+    agent = site.configure(gpus=gpus)
     site.meanwhile = [site.hold]
-    ending = detach(SECOND, site.agent, FAST)
+    ending = detach(SECOND, agent, FAST)
     assert not ending.done
     assert "was opened in the meantime, and is granted as before" in ending.sentences[0]
-    assert site.granted() == (FIRST, SECOND)
-    assert site.permitted()
+    assert (site.granted(), site.permitted()) == (granted, True)
 
 
 def test_drain_wait_waits_for_the_users_to_exit(site: Site) -> None:
@@ -168,21 +187,11 @@ def test_a_drained_gpu_stays_with_its_machine_and_is_then_replaced(site: Site) -
     assert site.granted() == (FIRST,)
     assert not detach(FIRST, agent, FAST).done
     shutil.rmtree(directory)
-    assert DeviceAllow("/dev/char/195:0", "rw") in parse_live(site.host.read(live_file(MACHINE))).allow
+    assert DeviceAllow("/dev/char/195:0", "rw") in allowed(site)
     assert detach(FIRST, agent, FAST).done
     assert site.granted() == (SECOND,)
-    assert DeviceAllow("/dev/char/195:0", "rw") not in parse_live(site.host.read(live_file(MACHINE))).allow
+    assert DeviceAllow("/dev/char/195:0", "rw") not in allowed(site)
     assert f"{FIRST} is no longer detached; no machine's settings ask for it" in text(attach(FIRST, agent, FAST))
-    assert site.granted() == (SECOND,)
-
-
-def test_refuse_returns_the_same_gpu_if_a_number_is_configured(site: Site) -> None:
-    """The GPU at the lower address would have been its replacement."""
-    site.configure(gpus=[SECOND]).reconcile()
-    agent = site.configure(gpus="count=1")
-    site.meanwhile = [site.hold]
-    ending = detach(SECOND, agent, FAST)
-    assert "was opened in the meantime, and is granted as before" in ending.sentences[0]
     assert site.granted() == (SECOND,)
 
 
@@ -190,12 +199,8 @@ def test_refuse_returns_the_same_gpu_if_a_number_is_configured(site: Site) -> No
 @pytest.mark.parametrize(("policy", "left"), [("refuse", False), ("drain-wait", True), ("force", True)])
 def test_a_failure_leaves_no_note_of_a_refused_gpu(site: Site, policy: str, left: bool, error: BaseException) -> None:
     """A refused GPU must not stay out of use unnoticed. If the note stays, the last message says how to revert."""
-
-    def fail() -> None:
-        raise error
-
     agent = site.configure(on_detach=policy)
-    site.meanwhile = [fail]
+    site.meanwhile = [raising(error)]
     with pytest.raises(type(error)):
         detach(SECOND, agent, FAST)
     assert (SECOND in observe_gpus(site.host).detached) is left
@@ -233,11 +238,7 @@ def test_a_gpu_that_somebody_attaches_meanwhile_stays_attached(site: Site, polic
 def test_a_detached_gpu_stays_detached_if_another_attempt_fails(site: Site) -> None:
     assert record_detached(site.host, SECOND, draining=True)
     site.answers = False
-
-    def fail() -> None:
-        raise Interrupted
-
-    site.meanwhile = [fail]
+    site.meanwhile = [raising(Interrupted())]
     with pytest.raises(Interrupted):
         detach(SECOND, site.agent, FAST)
     assert SECOND in observe_gpus(site.host).detached
@@ -259,8 +260,7 @@ def test_only_one_command_detaches_a_gpu(site: Site) -> None:
 
 def test_refuse_does_not_return_a_gpu_that_was_detached_before(site: Site) -> None:
     assert detach(SECOND, site.agent, FAST).done
-    site.answers = False
-    site.host.remove_file(f"{report_directory(MACHINE)}/report.json")
+    site.forget_report()
 
     def open_it() -> None:
         site.hold()
@@ -278,13 +278,9 @@ def test_the_last_gpu_is_drained_with_the_nodes_that_all_share(site: Site) -> No
     assert detach(FIRST, agent, FAST).done
     site.hold()
     assert not detach(SECOND, agent, FAST).done
-    allow = parse_live(site.host.read(live_file(MACHINE))).allow
-    assert {
-        DeviceAllow("/dev/char/195:1", "rw"),
-        DeviceAllow("/dev/char/195:255", "rw"),
-        DeviceAllow("/dev/char/511:0", "rw"),
-    } <= set(allow)
-    assert DeviceAllow("/dev/char/195:0", "rw") not in allow
+    allow = {each.node for each in allowed(site)}
+    assert {"/dev/char/195:1", "/dev/char/195:255", "/dev/char/511:0"} <= allow
+    assert "/dev/char/195:0" not in allow
     assert site.conditions()[ConditionType.READY] == (Status.TRUE, "GPUDetached")
 
 
@@ -299,8 +295,7 @@ def test_force_takes_the_gpu_and_names_its_users(site: Site) -> None:
 
 
 def test_a_machine_that_never_answers_loses_the_permission(site: Site) -> None:
-    site.answers = False
-    site.host.remove_file(f"{report_directory(MACHINE)}/report.json")
+    site.forget_report()
     ending = detach(SECOND, site.agent, Timing(poll=0, answer=0))
     assert ending.done, text(ending)
     assert f"machine {MACHINE} did not remove {SECOND} from its CDI specification" in text(ending)
@@ -326,15 +321,6 @@ def test_a_stopped_machine_is_not_waited_for(site: Site) -> None:
     assert b"/dev/nvidia1\n" in site.host.read(nspawn_file(MACHINE)), "a replugged GPU is granted as usual"
 
 
-def test_attach_returns_a_detached_gpu(site: Site) -> None:
-    assert detach(SECOND, site.agent, FAST).done
-    ending = attach(SECOND, site.agent, FAST)
-    assert ending.done, text(ending)
-    assert site.granted() == (FIRST, SECOND)
-    assert site.permitted()
-    assert "not detached: nothing to do" in text(attach(SECOND, site.agent, FAST))
-
-
 def test_attach_waits_for_an_answer_to_its_own_publication(site: Site) -> None:
     """The handoff is the same as before the detachment, and so is what the machine reported on it."""
     before = site.publication()
@@ -347,41 +333,37 @@ def test_attach_waits_for_an_answer_to_its_own_publication(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [(ConditionType.DEVICES_ALLOWED, "GPUFailed"), (ConditionType.CDI_SPEC_CURRENT, "GPUMissing")],
+    ("kind", "reason", "registration"),
+    [
+        (ConditionType.DEVICES_ALLOWED, "GPUFailed", "Success"),
+        (ConditionType.CDI_SPEC_CURRENT, "GPUMissing", "Success"),
+        # The GPU may be registered with its fabric now. The machine asked it minutes later.
+        (ConditionType.FABRIC_READY, "FabricFailed", "Unknown Error"),
+    ],
 )
-def test_attach_lets_a_machine_open_a_gpu_again_that_was_reset(site: Site, kind: ConditionType, reason: str) -> None:
+def test_attach_lets_a_machine_open_a_gpu_again_that_was_reset(
+    site: Site, kind: ConditionType, reason: str, registration: str
+) -> None:
     """Nothing else on the host changes after a reset."""
-    site.failing[kind] = reason
+    site.failing = {kind: reason}
+    site.fabric = (FabricAnswer(FIRST, "Completed", "Success"), FabricAnswer(SECOND, "Completed", registration))
     site.answer()
-    assert site.conditions()[ConditionType.READY][0] is Status.FALSE
+    assert site.conditions()[kind] == (Status.FALSE, reason)
     before = site.publication()
     site.failing.clear()
+    site.fabric = tuple(FabricAnswer(gpu, "Completed", "Success") for gpu in (FIRST, SECOND))
     site.agent.reconcile()
     assert site.publication() == before
     ending = attach(SECOND, site.agent, FAST)
     assert ending.done, text(ending)
     assert text(ending).startswith(f"{SECOND} is not detached; asked {MACHINE} to open it again")
     assert site.publication() != before
-    assert site.conditions()[ConditionType.READY] == (Status.TRUE, "AllConditionsTrue")
+    conditions = site.conditions()
+    assert conditions[kind][0] is Status.TRUE
+    assert conditions[ConditionType.READY] == (Status.TRUE, "AllConditionsTrue")
     published = site.publication()
     assert "not detached: nothing to do" in text(attach(SECOND, site.agent, FAST))
     assert site.publication() == published
-
-
-def test_attach_lets_a_machine_ask_a_gpu_again_that_was_not_registered(site: Site) -> None:
-    """After a reset, the GPU may be registered with its fabric. The machine asked it minutes later."""
-    site.fabric = (FabricAnswer(FIRST, "Completed", "Success"), FabricAnswer(SECOND, "Completed", "Unknown Error"))
-    site.answer()
-    assert site.conditions()[ConditionType.FABRIC_READY][1] == "FabricFailed"
-    before = site.publication()
-    site.fabric = tuple(FabricAnswer(gpu, "Completed", "Success") for gpu in (FIRST, SECOND))
-    ending = attach(SECOND, site.agent, FAST)
-    assert ending.done, text(ending)
-    assert f"asked {MACHINE} to open it again" in text(ending)
-    assert site.publication() != before
-    assert site.conditions()[ConditionType.FABRIC_READY][1] == "FabricRegistered"
-    assert "not detached: nothing to do" in text(attach(SECOND, site.agent, FAST))
 
 
 @pytest.mark.parametrize(("foreign", "reason"), [(True, "ForeignFile"), (False, "MachineRestartNeeded")])
@@ -483,15 +465,15 @@ def test_holders_are_listed_by_gpu(site: Site) -> None:
     assert holders(SECOND.upper(), site.agent) == holders("", site.agent)[1:]
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"0000:02:00.0": 1}', b'{"0000:02:00.0": {}}', b"\xff"])
-def test_a_damaged_note_is_discarded_and_reported(site: Site, content: bytes) -> None:
+def test_a_damaged_note_is_discarded_and_reported(site: Site) -> None:
     """One that cannot be read grants nothing."""
-    site.host.write(GPUS, content)
-    outcome = site.agent.reconcile()
-    assert any(GPUS in problem for problem in outcome.facts.problems)
-    assert site.granted() == (FIRST, SECOND)
-    assert record_detached(site.host, SECOND, draining=True)
-    assert observe_gpus(site.host).draining == {SECOND}
+    for content in (b"", b"[]", b'{"0000:02:00.0": 1}', b'{"0000:02:00.0": {}}', b"\xff"):
+        site.host.write(GPUS, content)
+        outcome = site.agent.reconcile()
+        assert any(GPUS in problem for problem in outcome.facts.problems), content
+        assert site.granted() == (FIRST, SECOND)
+        assert record_detached(site.host, SECOND, draining=True)
+        assert observe_gpus(site.host).draining == {SECOND}
     site.host.failing[GPUS] = OSError(5, "Input/output error")
     with pytest.raises(AgentError, match=GPUS):
         site.agent.reconcile()
@@ -503,3 +485,95 @@ def test_each_note_is_about_one_gpu(site: Site) -> None:
     assert not record_detached(site.host, "0000:0f:00.0", draining=True), "there is no such device"
     forget_detached(site.host, FIRST)
     assert observe_gpus(site.host).detached == {SECOND}
+
+
+# ---- a GPU that the node offers itself
+
+
+AT_ONCE = Timing(poll=0, answer=20, taint=0, eviction=0)
+HEALTHY = (GpuState.HEALTHY, Effect.NONE)
+TAINTED = (GpuState.DRAINING, Effect.NO_SCHEDULE)
+EVICTED = (GpuState.DRAINING, Effect.NO_EXECUTE)
+
+
+@pytest.fixture
+def offered(tmp_path: Path, clock: Clock) -> Site:
+    site = Site(tmp_path / "host", clock)
+    site.configure(allocation="dra")
+    site.start()
+    return site
+
+
+def state(offered: Site) -> tuple[GpuState, Effect]:
+    found = parse_gpu_states(offered.host.read(gpu_states_file(MACHINE)))[SECOND]
+    return found.state, found.effect
+
+
+def watched(offered: Site, policy: str, steps: int) -> list[tuple[object, tuple[str, ...]]]:
+    seen: list[tuple[object, tuple[str, ...]]] = []
+    offered.meanwhile = [lambda: seen.append((state(offered), offered.granted()))] * steps
+    assert detach(SECOND, offered.configure(allocation="dra", on_detach=policy), AT_ONCE).done
+    return seen
+
+
+def test_it_is_tainted_before_it_is_withdrawn(offered: Site) -> None:
+    assert state(offered) == HEALTHY
+    assert watched(offered, "refuse", 2) == [(TAINTED, (FIRST, SECOND)), (TAINTED, (FIRST,))]
+    assert state(offered) == TAINTED, "until it has left the bus"
+    # The next detachment does not give it back. Its taint alone would: tainted GPUs stay granted.
+    assert watched(offered, "refuse", 1) == [(TAINTED, (FIRST,))]
+    assert attach(SECOND, offered.agent, AT_ONCE).done
+    assert (state(offered), offered.granted()) == (HEALTHY, (FIRST, SECOND))
+
+
+def test_refuse_returns_a_gpu_that_a_pod_got_meanwhile(offered: Site) -> None:
+    """One that a pod has had before is not even tainted."""
+    offered.meanwhile = [offered.hold]
+    ending = detach(SECOND, offered.agent, AT_ONCE)
+    assert "was opened in the meantime, and is granted as before" in ending.sentences[0]
+    assert (state(offered), offered.granted()) == (HEALTHY, (FIRST, SECOND))
+    assert not detach(SECOND, offered.agent, AT_ONCE).done
+    assert (state(offered), offered.granted()) == (HEALTHY, (FIRST, SECOND))
+
+
+def test_pods_that_have_it_keep_it_while_drain_wait_waits(offered: Site) -> None:
+    """The pods' containers may restart, and then need the GPU's name in the CDI specification."""
+    agent = offered.configure(allocation="dra", on_detach="drain-wait", drain_wait=0)
+    directory = offered.hold()
+    ending = detach(SECOND, agent, AT_ONCE)
+    assert "is withheld from new pods, but is still in use after 0 s" in ending.sentences[0]
+    assert (state(offered), offered.granted()) == (TAINTED, (FIRST, SECOND))
+    agent.reconcile()
+    assert state(offered) == TAINTED
+    offered.meanwhile = [lambda: None, lambda: shutil.rmtree(directory)]
+    assert detach(SECOND, offered.configure(allocation="dra", on_detach="drain-wait"), AT_ONCE).done
+    assert (state(offered), offered.granted(), offered.permitted()) == (TAINTED, (FIRST,), False)
+
+
+def test_force_evicts_first(offered: Site) -> None:
+    directory = offered.hold()
+    seen: list[object] = []
+    offered.meanwhile = [lambda: seen.append((state(offered), offered.granted())), lambda: shutil.rmtree(directory)]
+    timing = Timing(poll=0, answer=20, taint=0, eviction=20)
+    assert detach(SECOND, offered.configure(allocation="dra", on_detach="force"), timing).done
+    assert seen == [(EVICTED, (FIRST, SECOND))]
+    assert (state(offered), offered.granted()) == (EVICTED, (FIRST,))
+
+
+def test_force_withdraws_it_from_a_pod_that_stays(offered: Site) -> None:
+    offered.hold()
+    ending = detach(SECOND, offered.configure(allocation="dra", on_detach="force"), AT_ONCE)
+    assert "is no longer granted to any machine, but is still in use" in ending.sentences[0]
+    assert (state(offered), offered.permitted()) == (EVICTED, False)
+
+
+@pytest.mark.parametrize(("policy", "left"), [("refuse", False), ("drain-wait", True)])
+def test_an_interruption_while_it_is_only_tainted(offered: Site, policy: str, left: bool) -> None:
+    offered.meanwhile = [raising(Interrupted())]
+    agent = offered.configure(allocation="dra", on_detach=policy)
+    with pytest.raises(Interrupted):
+        detach(SECOND, agent, AT_ONCE)
+    assert (SECOND in observe_gpus(offered.host).tainted) is left
+    assert ("is still detached" in offered.messages[-1]) is left
+    agent.reconcile()
+    assert state(offered) == (TAINTED if left else HEALTHY)
