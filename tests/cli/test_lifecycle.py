@@ -1,25 +1,24 @@
-"""`start`, `stop` and `restart`: pods are moved away first where a kubeconfig allows it, and may return."""
+"""`start`, `stop`, `restart`: pods are moved away first where a kubeconfig allows it, and may return. And `apply`."""
 
 import errno
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from agent.config.settings import MachineSettings
+from agent.config.settings import Config, MachineSettings
 from agent.host.apply.steps import apply
 from agent.host.provision.apply import performers
 from agent.host.provision.plan import RemoveRoot
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks, pass_lock
 from agent.model.errors import AgentError, CommandError, ConfigError
-from agent.model.paths import cordoned_file, joined_file, machine_root, nspawn_file, report_directory
+from agent.model.paths import cordoned_file, joined_file, machine_root, machine_unit, nspawn_file, report_directory
 from tests.fakes.clock import Clock
 from tests.fakes.command import Capture, command
-from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units, without_gpus
 from tests.fakes.host import Host
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
 
@@ -87,49 +86,44 @@ def test_without_a_kubeconfig_the_pods_end_with_the_machine(host: NodeHost, agen
     assert kubectl(host) == [STOP, STOP]
 
 
-def test_a_machine_without_settings_is_neither_started_nor_stopped(tmp_path: Path) -> None:
+def test_a_machine_without_settings_is_neither_started_nor_stopped(gpu_host: Host) -> None:
     """On a host without GPUs, the agent writes none. `start` waited for 5 minutes, and `restart` stopped it first."""
-    host = set_up(Host(tmp_path))
-    for gpu in ("0000:01:00.0", "0000:02:00.0"):
-        host.unplug(gpu)
-    host.pci = ()
-    host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
-    agent = reconciler(host)
+    agent = reconciler(without_gpus(gpu_host, driver=False))
     with pytest.raises(AgentError, match=f"{MACHINE} was not started: no GPU on this host") as error:
         command(agent, f"start {MACHINE}")
     assert f"systemctl start {UNITS[0]}" in error.value.hint
-    units(host, "active")
+    units(gpu_host, "active")
     with pytest.raises(AgentError, match=f"{MACHINE} was not stopped, .* no GPU on this host"):
         command(agent, f"restart {MACHINE} --no-drain")
-    assert STOP not in host.runner.calls
+    assert STOP not in gpu_host.runner.calls
 
 
-def test_a_machine_that_would_not_start_again_is_not_stopped(host: NodeHost, agent: Reconciler) -> None:
-    """A machine that cannot be observed is left as it is, so the agent would not start it."""
-    host.failing["/proc/driver/nvidia/gpus"] = OSError(errno.EIO, os.strerror(errno.EIO))
-    with pytest.raises(AgentError, match=f"{MACHINE} was not stopped, .* Input/output error") as error:
-        command(agent, f"restart {MACHINE} --kubeconfig={ADMIN}")
-    assert f"systemctl restart {UNITS[0]}" in error.value.hint
-    assert kubectl(host) == []
-
-
-@pytest.mark.parametrize("state", ["masked", "without a root", "with settings of others"])
-def test_a_restart_does_not_stop_a_machine_that_nobody_could_start(
-    host: NodeHost, agent: Reconciler, state: str
+@pytest.mark.parametrize(
+    ("state", "hint"),
+    [
+        ("masked", f"run `systemctl unmask {UNITS[0]}` first"),
+        ("without a root", ""),
+        # A machine that cannot be observed is left as it is. systemd itself can restart these two.
+        ("unobserved", f"`systemctl restart {UNITS[0]}` restarts it with the settings that it has"),
+        ("with settings of others", f"`systemctl restart {UNITS[0]}` restarts it with the settings that it has"),
+    ],
+)
+def test_a_restart_does_not_stop_a_machine_that_the_agent_would_not_start(
+    host: NodeHost, agent: Reconciler, state: str, hint: str
 ) -> None:
     match state:
         case "masked":
             host.bus.unit(UNITS[0], "active", "masked")
         case "without a root":
             host.remove_tree(machine_root(MACHINE))
+        case "unobserved":
+            host.failing["/proc/driver/nvidia/gpus"] = OSError(errno.EIO, os.strerror(errno.EIO))
         case _:
             host.file(nspawn_file(MACHINE), "[Exec]\nBoot=yes\n")
-    with pytest.raises(AgentError, match=f"{MACHINE} was not stopped") as error:
+    why = "Input/output error" if state == "unobserved" else ""
+    with pytest.raises(AgentError, match=f"{MACHINE} was not stopped, .*{why}") as error:
         command(agent, f"restart {MACHINE} --kubeconfig={ADMIN}")
-    assert kubectl(host) == []
-    # Of these, systemd itself can restart only the last one.
-    assert ("systemctl restart" in error.value.hint) is (state == "with settings of others")
-    assert ("systemctl unmask" in error.value.hint) is (state == "masked")
+    assert (kubectl(host), error.value.hint) == ([], hint)
 
 
 def test_pods_that_cannot_be_moved_keep_the_machine_running(host: NodeHost, agent: Reconciler) -> None:
@@ -147,12 +141,14 @@ def test_pods_that_cannot_be_moved_keep_the_machine_running(host: NodeHost, agen
 def test_a_node_whose_machine_did_not_start_stays_cordoned(
     host: NodeHost, agent: Reconciler, capsys: Capture, kubeconfig: str
 ) -> None:
-    """Pods would come to a node without GPUs."""
+    """Pods would come to a node without GPUs. What cannot start is not waited for."""
     command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
     host.bus.unit(UNITS[0], "inactive", "masked")
     assert command(agent, f"start {MACHINE} --kubeconfig={kubeconfig}") == 1
     said = capsys.readouterr().err
-    assert UNCORDON not in host.runner.calls
+    assert not {UNCORDON, START} & {*host.runner.calls}
+    assert "was not ready within" not in said
+    assert f"`systemctl unmask {UNITS[0]}`" in said
     assert f"node {NODE} stays cordoned" in said
     assert f"`unbounded-agent start {MACHINE} --kubeconfig FILE`" in said
     host.bus.unit(UNITS[0], "inactive")
@@ -186,19 +182,13 @@ def test_a_node_that_was_not_uncordoned_is_named(host: NodeHost, agent: Reconcil
     assert host.mode(cordoned_file(MACHINE)) == 0o600
 
 
-@pytest.mark.parametrize("masked", [True, False])
-def test_a_machine_that_cannot_start_is_not_waited_for(
-    host: NodeHost, agent: Reconciler, capsys: Capture, masked: bool
-) -> None:
+def test_a_machine_without_a_root_is_not_waited_for(host: NodeHost, agent: Reconciler, capsys: Capture) -> None:
     command(agent, f"stop {MACHINE} --no-drain")
-    if masked:
-        host.bus.unit(UNITS[0], "inactive", "masked")
-    else:
-        host.remove_tree(machine_root(MACHINE))
+    host.remove_tree(machine_root(MACHINE))
     assert command(agent, f"start {MACHINE}") == 1
     said = capsys.readouterr().err
     assert "was not ready within" not in said
-    assert (f"`systemctl unmask {UNITS[0]}`" if masked else machine_root(MACHINE)) in said
+    assert machine_root(MACHINE) in said
     assert START not in host.runner.calls
 
 
@@ -326,10 +316,7 @@ def test_the_wait_for_a_machine_without_gpus_does_not_name_the_gpus(
     """Ready is True all the time."""
     host = node_host(tmp_path / "host")
     agent = node_reconciler(host)
-    for gpu in ("0000:01:00.0", "0000:02:00.0"):
-        host.unplug(gpu)
-    host.pci = ()
-    host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
+    without_gpus(host, driver=False)
     assert command(agent, "up", network=host.network, ask=host.ask) == 0
     command(agent, f"stop {MACHINE} --no-drain")
     host.bus.unit(UNITS[0], "inactive", "masked")
@@ -360,56 +347,47 @@ def test_a_machine_that_somebody_stops_is_not_started_again(
     assert len(clock.slept) == polls
 
 
-def test_a_machine_that_was_stopped_before_its_first_start_stays_stopped(tmp_path: Path) -> None:
+def test_a_machine_that_was_stopped_before_its_first_start_stays_stopped(gpu_host: Host) -> None:
     """The service starts the machines that have not run since the boot. systemd knows nothing of such a stop."""
-    host = set_up(Host(tmp_path / "host"))
-    host.command(*STOP)
-    assert command(reconciler(host), f"stop {MACHINE} --no-drain") == 0
-    reconciler(host).run_pass()
-    assert START not in host.runner.calls
-    reconciler(host).run_pass(by_hand=(MACHINE,))
-    assert START in host.runner.calls
+    gpu_host.command(*STOP)
+    assert command(reconciler(gpu_host), f"stop {MACHINE} --no-drain") == 0
+    reconciler(gpu_host).run_pass()
+    assert START not in gpu_host.runner.calls
+    reconciler(gpu_host).run_pass(by_hand=(MACHINE,))
+    assert START in gpu_host.runner.calls
 
 
-def test_a_machine_that_is_stopped_during_a_pass_is_not_started_at_its_end(tmp_path: Path) -> None:
-    host = set_up(Host(tmp_path / "host"))
-    host.command(*STOP)
-    service, stopped = reconciler(host), list[int]()
+def test_a_machine_that_is_stopped_during_a_pass_is_not_started_at_its_end(gpu_host: Host) -> None:
+    gpu_host.command(*STOP)
+    service, stopped = reconciler(gpu_host), list[int]()
 
     def progress(_: str) -> None:
         if not stopped:
-            stopped.append(command(reconciler(host), f"stop {MACHINE} --no-drain"))
+            stopped.append(command(reconciler(gpu_host), f"stop {MACHINE} --no-drain"))
 
     service.progress = progress
     service.run_pass()
     assert stopped == [0]
-    assert START not in host.runner.calls
+    assert START not in gpu_host.runner.calls
 
 
-def rebuild(host: NodeHost) -> int:
-    return command(node_reconciler(host), f"up {MACHINE} --rebuild", network=host.network, ask=host.ask)
+# ---- several commands
 
 
-def move(host: NodeHost) -> int:
-    return command(node_reconciler(host), f"kube allocation dra --kubeconfig {ADMIN}")
-
-
-COMMANDS: dict[str, Callable[[NodeHost], int]] = {
-    "start": lambda host: command(node_reconciler(host), f"start {MACHINE}"),
-    "stop": lambda host: command(node_reconciler(host), f"stop {MACHINE} --no-drain"),
-    "restart": lambda host: command(node_reconciler(host), f"restart {MACHINE} --no-drain"),
-    "reset": lambda host: command(node_reconciler(host), "reset", MACHINE, network=host.network),
-    "up": rebuild,
-    "kube allocation": move,
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_one_command_at_a_time_works_on_a_machine(host: NodeHost, command: str) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"start {MACHINE}", f"stop {MACHINE} --no-drain", f"restart {MACHINE} --no-drain", f"reset {MACHINE}"),
+        *(f"up {MACHINE} --rebuild", f"kube allocation dra --kubeconfig {ADMIN}"),
+    ],
+)
+def test_one_command_at_a_time_works_on_a_machine(host: NodeHost, agent: Reconciler, line: str) -> None:
     """`start`, while it waited, started the machine that `reset` had stopped and was about to remove."""
+    network: dict[str, object] = {"network": host.network}
+    services = {"reset": network, "up": {**network, "ask": host.ask}}
     said = rf"is working on machine {MACHINE}: `unbounded-agent stop` \(process {os.getpid()}\)"
     with machine_locks(host, (MACHINE,), "stop"), pytest.raises(AgentError, match=said):
-        COMMANDS[command](host)
+        command(agent, line, **services.get(line.split()[0], {}))
     assert host.runner.calls == []
 
 
@@ -458,3 +436,52 @@ def test_only_the_root_of_a_machine_that_stays_stopped_is_removed(
 def test_an_unknown_machine(agent: Reconciler) -> None:
     with pytest.raises(ConfigError, match="machine nowhere is not configured"):
         command(agent, "stop nowhere --no-drain")
+
+
+# ---- `apply` waits only for machines that can report
+
+
+def test_a_machine_that_has_ended_is_not_waited_for(gpu_host: Host, clock: Clock, capsys: Capture) -> None:
+    """It cannot report. `apply` waited for five minutes."""
+    clock.least = 100.0
+    assert command(reconciler(gpu_host), "apply") == 1
+    assert f"machine {MACHINE} started and then stopped: see `journalctl -e -u {UNITS[0]}`" in capsys.readouterr().err
+    assert len(clock.slept) == 1
+
+
+def test_a_machine_that_another_command_stopped_is_not_started(gpu_host: Host, clock: Clock, capsys: Capture) -> None:
+    """`apply` started the machine that `reset` or `up --rebuild` had stopped in order to remove its root directory."""
+    units(gpu_host, "inactive", stopped_at=4711)
+    with machine_locks(gpu_host, (MACHINE,), "reset"):
+        assert command(reconciler(gpu_host), "apply") == 1
+    assert START not in gpu_host.runner.calls
+    said = f"machine {MACHINE} was not started: another command is working on machine {MACHINE}: "
+    assert f"{said}`unbounded-agent reset` (process {os.getpid()})" in " ".join(capsys.readouterr().err.split())
+    assert clock.passed < 10, "it did not wait for the machine's report"
+
+
+def test_a_command_that_works_on_all_machines_delays_apply_only_once(gpu_host: Host, clock: Clock) -> None:
+    """`up` may work on every node of the host, for minutes."""
+    names = ("a", "b", "c", MACHINE)
+    for name in names:
+        gpu_host.bus.unit(machine_unit(name), "inactive", stopped_at=4711)
+    agent = Reconciler(Config.validated({"machines": {name: {} for name in names}}), gpu_host, gpu_host)
+    with machine_locks(gpu_host, names, "up"):
+        assert command(agent, "apply") == 1
+    assert clock.passed < 10
+
+
+def test_a_masked_machine_is_not_waited_for(gpu_host: Host, clock: Clock, capsys: Capture) -> None:
+    """Neither the agent nor systemd would start it. Other commands may work on a machine that `apply` waits for."""
+
+    def stop() -> None:
+        with machine_locks(gpu_host, (MACHINE,), "stop"):
+            units(gpu_host, "inactive", stopped_at=4711)
+
+    clock.meanwhile = stop
+    assert command(reconciler(gpu_host), "apply") == 1
+    waited = len(clock.slept)
+    gpu_host.bus.unit(UNITS[0], "inactive", "masked")
+    assert command(reconciler(gpu_host), "apply") == 1
+    assert f"`systemctl unmask {UNITS[0]}`" in " ".join(capsys.readouterr().out.split())
+    assert len(clock.slept) == waited, "waited for a machine that cannot start"
