@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,18 +64,30 @@ def clock(host: NodeHost, monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def run(host: NodeHost, clock: Clock, *, for_programs: bool = False) -> int:
+def run(host: NodeHost, clock: Clock, *, for_programs: bool = False, ask: Callable[..., Answer] | None = None) -> int:
     form = " --json" if for_programs else ""
-    return command(node_reconciler(host), f"up {MACHINE}{form}", network=host.network, ask=clock.ask)
+    return command(node_reconciler(host), f"up {MACHINE}{form}", network=host.network, ask=ask or clock.ask)
 
 
-def write_token(host: NodeHost, token: str) -> None:
-    host.file(TOKEN_FILE, f"{token}\n")
+def at_start(host: NodeHost, action: Callable[[], object]) -> None:
+    """Let something happen when the machine is about to start."""
+
+    def before(argv: tuple[str, ...]) -> None:
+        if argv[:2] == ("systemctl", "start"):
+            action()
+
+    host.tools.before = before
+
+
+def join_and_forget(host: NodeHost, clock: Clock) -> None:
+    """Let the node join, and its machine not have reported that since its last boot."""
+    assert run(host, clock) == 0
+    host.remove(joined_file(MACHINE))
 
 
 def test_the_token_is_gone_after_the_join(host: NodeHost, clock: Clock) -> None:
     given: list[str | None] = []
-    host.tools.before = lambda argv: given.append(clock.given()) if argv[1] == "start" else None
+    at_start(host, lambda: given.append(clock.given()))
     assert run(host, clock) == 0
     assert given == [TOKEN], "the machine started without its token"
     assert not host.exists(token_file(MACHINE))
@@ -116,21 +129,14 @@ def test_a_server_that_does_not_come(host: NodeHost, clock: Clock, capsys: Captu
 
 
 def test_a_server_that_goes_away_while_the_node_is_made(host: NodeHost, clock: Clock, capsys: Capture) -> None:
-    def gone(argv: tuple[str, ...]) -> None:
-        if argv[:2] == ("systemctl", "start"):
-            clock.answers_at = clock.passed + 600.0
-
-    host.tools.before = gone
+    at_start(host, lambda: setattr(clock, "answers_at", clock.passed + 600.0))
     assert run(host, clock) == 0
     assert clock.passed > JOIN_LIMIT
     assert "has not joined the cluster yet: https://192.0.2.1:6443 does not answer" in capsys.readouterr().err
 
 
 def test_a_server_that_goes_away_for_good(host: NodeHost, clock: Clock, capsys: Capture) -> None:
-    def gone(argv: tuple[str, ...]) -> None:
-        clock.answers_at = 1e9 if argv[:2] == ("systemctl", "start") else clock.answers_at
-
-    host.tools.before = gone
+    at_start(host, lambda: setattr(clock, "answers_at", 1e9))
     assert run(host, clock) == 1
     assert SERVER_LIMIT <= clock.passed < SERVER_LIMIT + 60
     assert "then run `unbounded-agent up gpu-node` to continue" in capsys.readouterr().err
@@ -147,7 +153,7 @@ def test_a_machine_that_never_reports(host: NodeHost, clock: Clock, capsys: Capt
 
 def test_a_new_token_reaches_the_running_machine(host: NodeHost, clock: Clock, capsys: Capture) -> None:
     """From a token that is revoked before the machine's first boot: the same root file system, the same machine."""
-    host.tools.before = lambda argv: clock.accepted.discard(TOKEN) if argv[:2] == ("systemctl", "start") else None
+    at_start(host, lambda: clock.accepted.discard(TOKEN))
     assert run(host, clock) == 1
     assert JOIN_LIMIT <= clock.passed < SERVER_LIMIT
     printed = "".join(capsys.readouterr())
@@ -161,7 +167,7 @@ def test_a_new_token_reaches_the_running_machine(host: NodeHost, clock: Clock, c
     assert f"FAILED  token: {MACHINE}: the API server does not accept" in capsys.readouterr().out
 
     clock.accepted.add(OTHER)
-    write_token(host, OTHER)
+    host.file(TOKEN_FILE, f"{OTHER}\n")
     host.runner.calls.clear()
     assert run(host, clock) == 0
     assert f"give machine {MACHINE} the bootstrap token of {TOKEN_FILE}" in capsys.readouterr().err
@@ -198,7 +204,7 @@ def test_a_node_whose_certificate_has_expired_joins_again_with_a_new_token(
     assert "if its certificate has expired, it needs a valid bootstrap token: the API server does not accept" in printed
     assert printed.count("does not accept") == 1, "most nodes that start need no token"
     assert f"write it to {TOKEN_FILE}, then run `unbounded-agent up` again" in printed
-    write_token(host, OTHER)
+    host.file(TOKEN_FILE, f"{OTHER}\n")
     assert run(host, clock) == 0
     assert f"give machine {MACHINE} the bootstrap token of {TOKEN_FILE} again" in capsys.readouterr().err
     assert host.link_inode(machine_root(MACHINE)) == inode
@@ -206,8 +212,7 @@ def test_a_node_whose_certificate_has_expired_joins_again_with_a_new_token(
 
 
 def test_a_node_that_starts_within_a_minute_gets_no_token(host: NodeHost, clock: Clock, capsys: Capture) -> None:
-    assert run(host, clock) == 0
-    host.remove(joined_file(MACHINE))
+    join_and_forget(host, clock)
     given: list[str | None] = []
 
     def sleep(seconds: float) -> None:
@@ -225,8 +230,7 @@ def test_a_node_that_starts_within_a_minute_gets_no_token(host: NodeHost, clock:
 def test_a_node_that_joins_while_it_gets_a_token_again_has_joined(host: NodeHost, clock: Clock) -> None:
     """Its machine reports the join once per boot. If the host removed that report, `up` would wait in vain, and the
     token would stay."""
-    assert run(host, clock) == 0
-    host.remove(joined_file(MACHINE))
+    join_and_forget(host, clock)
     clock.accepted, joins = set(), [NODE.encode()]
 
     def ask(url: str, **options: str) -> Answer:
@@ -234,16 +238,14 @@ def test_a_node_that_joins_while_it_gets_a_token_again_has_joined(host: NodeHost
             host.write(joined_file(MACHINE), joins.pop())
         return Answer(200, None)
 
-    agent = node_reconciler(host)
-    assert command(agent, f"up {MACHINE}", network=host.network, ask=ask) == 0
+    assert run(host, clock, ask=ask) == 0
     assert host.exists(joined_file(MACHINE))
     assert not host.exists(token_file(MACHINE))
 
 
 def test_a_server_that_does_not_answer_once_keeps_no_token_from_a_node(host: NodeHost, clock: Clock) -> None:
     """The node may need the token that it would have got a moment earlier or later."""
-    assert run(host, clock) == 0
-    host.remove(joined_file(MACHINE))
+    join_and_forget(host, clock)
     tries: list[str] = []
 
     def ask(url: str, **options: str) -> Answer:
@@ -253,14 +255,12 @@ def test_a_server_that_does_not_answer_once_keeps_no_token_from_a_node(host: Nod
                 raise SILENT
         return clock.ask(url, token=TOKEN)
 
-    agent = node_reconciler(host)
-    assert command(agent, f"up {MACHINE}", network=host.network, ask=ask) == 0
+    assert run(host, clock, ask=ask) == 0
     assert len(tries) == 2
 
 
 def test_a_node_without_its_token_file_waits_for_a_late_server_too(host: NodeHost, clock: Clock) -> None:
-    assert run(host, clock) == 0
-    host.remove(joined_file(MACHINE))
+    join_and_forget(host, clock)
     host.remove_file(TOKEN_FILE)
     before = clock.passed
     clock.answers_at = before + 600.0
@@ -270,13 +270,12 @@ def test_a_node_without_its_token_file_waits_for_a_late_server_too(host: NodeHos
             host.write(joined_file(MACHINE), NODE.encode())
         return clock.ask(url)
 
-    agent = node_reconciler(host)
-    assert command(agent, f"up {MACHINE}", network=host.network, ask=ask) == 0
+    assert run(host, clock, ask=ask) == 0
     assert clock.passed - before > JOIN_LIMIT
 
 
 def test_no_secret_is_printed_while_waiting(host: NodeHost, clock: Clock, capsys: Capture) -> None:
-    host.tools.before = lambda argv: clock.accepted.clear() if argv[:2] == ("systemctl", "start") else None
+    at_start(host, clock.accepted.clear)
     assert run(host, clock, for_programs=True) == 1
     output = capsys.readouterr()
     assert TOKEN.partition(".")[2] not in output.out + output.err
