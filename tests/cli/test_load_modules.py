@@ -85,9 +85,10 @@ class Programs(ScriptedRunner):
         return Completed(0, b"", b"")
 
 
-def loaded(host: Host, module: str) -> None:
-    host.file(f"/sys/module/{module}/version", f"{VERSION}\n")
-    if module == "nvidia":
+def loaded(host: Host, *modules: str) -> None:
+    for module in modules:
+        host.file(f"/sys/module/{module}/version", f"{VERSION}\n")
+    if "nvidia" in modules:
         host.file("/proc/devices", PROC_DEVICES)
         host.file("/proc/driver/nvidia/params", "ModifyDeviceFiles: 1\nDeviceFileUID: 0\nDeviceFileMode: 438\n")
         host.file(f"/proc/driver/nvidia/gpus/{GPU}/information", "Device Minor: \t 0\n")
@@ -156,20 +157,13 @@ def test_modules_in_their_order_then_nodes(host: Host) -> None:
 
 def test_without_nvidia_modprobe_the_drivers_parameters_decide(host: Host) -> None:
     host.remove_file("/usr/bin/nvidia-modprobe")
-    for module in MODULES:
-        loaded(host, module)
-    host.file(
-        "/proc/driver/nvidia/params", "ModifyDeviceFiles: 1\nDeviceFileUID: 0\nDeviceFileGID: 44\nDeviceFileMode: 432\n"
-    )
+    loaded(host, *MODULES)
+    parameters = "ModifyDeviceFiles: 1\nDeviceFileUID: 0\nDeviceFileGID: 44\nDeviceFileMode: 432\n"
+    host.file("/proc/driver/nvidia/params", parameters)
     load(host)
     assert nodes(host) == ALL_NODES
-    calls = host.runner.calls
-    assert ("mknod", "--mode=0660", "/dev/nvidia0", "c", "195", "0") in calls
-    assert calls[calls.index(("mknod", "--mode=0660", "/dev/nvidia0", "c", "195", "0")) + 1] == (
-        "chown",
-        "0:44",
-        "/dev/nvidia0",
-    )
+    made = host.runner.calls.index(("mknod", "--mode=0660", "/dev/nvidia0", "c", "195", "0"))
+    assert host.runner.calls[made + 1] == ("chown", "0:44", "/dev/nvidia0")
 
 
 def test_a_node_from_before_a_reload_is_recreated(host: Host) -> None:
@@ -191,8 +185,7 @@ def test_a_file_that_is_not_a_device_is_not_replaced(host: Host) -> None:
 
 
 def test_a_driver_whose_parameters_forbid_making_nodes(host: Host) -> None:
-    for module in MODULES:
-        loaded(host, module)
+    loaded(host, *MODULES)
     host.file("/proc/driver/nvidia/params", "ModifyDeviceFiles: 0\n")
     assert "/proc/driver/nvidia/params forbids creating them" in load(host)
     assert nodes(host) == {}
@@ -242,18 +235,14 @@ def test_a_module_of_another_version_on_disk(host: Host, programs: Programs) -> 
     assert modprobe_calls(host) == []
 
 
-def _vfio(host: Host) -> None:
-    host.rebind(GPU, "vfio-pci")
-
-
-def _reserved(host: Host) -> None:
-    host.pci = (PciDevice(GPU, 0x10DE, 0x030200, override="vfio-pci"),)
-
-
-@pytest.mark.parametrize("take", [_vfio, _reserved])
-def test_a_gpu_with_another_driver_is_left_to_that_driver(host: Host, take: Callable[[Host], None]) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [PciDevice(GPU, 0x10DE, 0x030200, "vfio-pci"), PciDevice(GPU, 0x10DE, 0x030200, override="vfio-pci")],
+    ids=["bound", "reserved"],
+)
+def test_a_gpu_with_another_driver_is_left_to_that_driver(host: Host, device: PciDevice) -> None:
     """A GPU that is only reserved for another driver, and has none now, is left alone too."""
-    take(host)
+    host.pci = (device,)
     messages = load(host)
     assert f"GPU {GPU} is left to its driver vfio-pci" in messages
     assert "this host has no GPU for NVIDIA's driver" in messages
@@ -291,8 +280,7 @@ def test_a_gpu_that_is_plugged_in_meanwhile(
 
 
 def test_driver_535_has_one_name_for_all_devices(host: Host) -> None:
-    for module in MODULES:
-        loaded(host, module)
+    loaded(host, *MODULES)
     host.file("/proc/devices", "Character devices:\n195 nvidia-frontend\n511 nvidia-uvm\n\nBlock devices:\n")
     load(host)
     assert nodes(host) == ALL_NODES

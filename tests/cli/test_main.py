@@ -14,6 +14,9 @@ import pytest
 from agent import __version__
 from agent.cli.main import main
 from agent.cli.parser import COMMANDS, make_parser, subcommands
+from agent.config.settings import Config
+from agent.host.daemon.health import status_line
+from agent.host.reconcile import Reconciler
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
@@ -42,20 +45,6 @@ def help_of(capsys: Capture, *command: str) -> str:
 
 
 # ---- parsers
-
-
-def test_a_command_makes_only_its_own_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    make = argparse.ArgumentParser.__init__
-
-    def note(parser: argparse.ArgumentParser, **options: object) -> None:
-        make(parser, **options)  # type: ignore[arg-type]
-        made.append(parser.prog)
-
-    monkeypatch.setattr(argparse.ArgumentParser, "__init__", note)
-    with pytest.raises(SystemExit):
-        main(["status", "--help"])
-    assert made == ["unbounded-agent", "unbounded-agent status"]
 
 
 @pytest.mark.parametrize("name", subcommands(""))
@@ -234,20 +223,30 @@ def test_a_wrong_configuration_names_the_file(tmp_path: Path, capsys: Capture, c
     )
 
 
-# ---- a host without systemd-container
+# ---- a host without machines, and one without systemd-container
 
 
-@pytest.fixture
-def bare_host(gpu_host: Host) -> Host:
+@pytest.mark.parametrize("name", ["plan", "apply", "status", "doctor"])
+def test_each_command_says_that_no_machine_is_configured(gpu_host: Host, capsys: Capture, name: str) -> None:
+    """The simulated host lacks the kubelet's sysctls, but no machine has a kubelet: `doctor` finds no fault."""
+    assert not reconciler(gpu_host).reconcile().failures
+    answer_of_libcuda(gpu_host)
+    empty = Reconciler(Config(machines={}), gpu_host, gpu_host)
+    assert command(empty, name) == 0
+    assert capsys.readouterr().out.splitlines().count(status_line(())) == 1
+    assert status_line(()) == "no machine is configured", "so does the service"
+    if name in ("status", "doctor"):
+        command(empty, f"{name} --json")
+        assert json.loads(capsys.readouterr().out)["machines"] == {}
+
+
+def test_each_command_says_why_nothing_can_start(gpu_host: Host, capsys: Capture) -> None:
     gpu_host.remove_file(TEMPLATE)
     gpu_host.bus.unit("unbounded-agent.service", "inactive", "not-found")
-    answer_of_libcuda(gpu_host, "12040\n")
-    return gpu_host
-
-
-def test_each_command_says_why_nothing_can_start(bare_host: Host, capsys: Capture) -> None:
+    answer_of_libcuda(gpu_host)
+    agent = reconciler(gpu_host)
     why = "systemd-nspawn@.service is in none of"
-    assert command(reconciler(bare_host), "doctor") == 1
+    assert command(agent, "doctor") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["host:", "  - no machine can start"]
     assert lines[2].startswith(f"    evidence: {why} /etc/systemd/system")
@@ -255,15 +254,15 @@ def test_each_command_says_why_nothing_can_start(bare_host: Host, capsys: Captur
     assert any(each.startswith("    evidence: unbounded-agent.service is not installed") for each in lines)
     assert f"{MACHINE}: unknown: ObservationFailed" in lines
     assert any(line.startswith("driver for pods: nvidia") for line in lines)
-    assert command(reconciler(bare_host), "doctor --json") == 1
+    assert command(agent, "doctor --json") == 1
     document = json.loads(capsys.readouterr().out)
     assert INSTALL in document["host"][0]["evidence"]
     assert MACHINE in document["machines"]
-    assert command(reconciler(bare_host), "status --wide") == 0
+    assert command(agent, "status --wide") == 0
     printed = capsys.readouterr()
     assert printed.err.startswith(f"unbounded-agent: note: {why}")
     assert "Ready  Unknown" in printed.out
-    assert command(reconciler(bare_host), "plan") == 1
+    assert command(agent, "plan") == 1
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{MACHINE}: left unchanged: {why}")
     assert INSTALL in printed.err

@@ -15,7 +15,7 @@ from agent.model.errors import ConfigError
 from agent.model.paths import MACHINE_ROOTS, REMEMBERED_GPUS
 from agent.system.files import System
 from tests.fakes.command import Capture, command
-from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units, without_gpus
 from tests.fakes.host import Host
 from tests.fakes.sound_host import make_sound
 
@@ -36,12 +36,6 @@ def hide(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         return System.read_link(host, path)
 
     monkeypatch.setattr(host, "read_link", read_link)
-
-
-def no_gpus(host: Host) -> Host:
-    for address in ("0000:01:00.0", "0000:02:00.0"):
-        host.unplug(address)
-    return host
 
 
 # ---- forms
@@ -128,7 +122,7 @@ def test_check_tells_not_ready_from_unknown(gpu_host: Host, monkeypatch: pytest.
     hide(gpu_host, monkeypatch)
     assert command(agent, "status --check") == 4
     monkeypatch.undo()
-    no_gpus(gpu_host)
+    without_gpus(gpu_host)
     assert command(reconciler(gpu_host), "status --check") == 3, "all GPUs may be dead"
     assert command(reconciler(gpu_host, require_gpus=False), "status --check") == 0
 
@@ -138,7 +132,7 @@ def test_wait_ends_when_the_machine_is_ready(gpu_host: Host, monkeypatch: pytest
     said: list[str] = []
     agent.progress = said.append
     assert (command(agent, "status --wait=0"), "".join(said)) == (3, "")
-    monkeypatch.setattr("time.sleep", lambda _: no_gpus(gpu_host))
+    monkeypatch.setattr("time.sleep", lambda _: without_gpus(gpu_host))
     assert command(agent, "status --wait=60") == 0
     assert [each for each in said if each] == [f"{MACHINE}: waiting: NotStaged"]
 
@@ -187,7 +181,7 @@ def test_a_machine_without_gpus_that_does_not_run_is_called_so(
     gpu_host: Host, capsys: Capture, settings: dict[str, object]
 ) -> None:
     """It counts as ready. `status` gave no sign that it was stopped or masked."""
-    agent = reconciler(no_gpus(gpu_host), require_gpus=False, **settings)
+    agent = reconciler(without_gpus(gpu_host), require_gpus=False, **settings)
     for state, load, said in (
         ("active", "loaded", ""),
         ("activating", "loaded", f"machine {MACHINE} is starting"),
@@ -230,7 +224,7 @@ def test_a_machine_that_may_not_be_looked_at_is_unknown(
 ) -> None:
     """Root reads that it does not exist. A user read that it is ready, with exit code 0, where root got 3."""
     os.rmdir(f"{gpu_host.root}{ROOT}")
-    agent = reconciler(no_gpus(gpu_host), require_gpus=False)
+    agent = reconciler(without_gpus(gpu_host), require_gpus=False)
     assert printed(agent, capsys).startswith(f"{MACHINE}: not ready, NoSuchMachine")
     units(gpu_host, "inactive", stopped_at=5)
     assert command(agent, "status --check") == 3
@@ -248,7 +242,7 @@ def test_a_record_of_gpus_that_may_not_be_read(gpu_host: Host, capsys: Capture) 
     """The host may have lost all its GPUs."""
     agent = reconciler(gpu_host, require_gpus=False)
     agent.reconcile()
-    no_gpus(gpu_host)
+    without_gpus(gpu_host)
     assert command(agent, "status --check") == 3
     for copy in REMEMBERED_GPUS:
         gpu_host.failing[copy] = PermissionError(errno.EACCES, "Permission denied")
