@@ -15,7 +15,8 @@ from agent.config.settings import Config
 from agent.model.errors import ConfigChangedError, ConfigError, NoMachinesError
 from agent.model.paths import CONFIG_FILE, LAST_GOOD_CONFIG
 from agent.system.files import NEW, System
-from tests.fakes.host import ScriptedRunner
+from tests.fakes.config_files import system_with
+from tests.fakes.no_process import no_process
 
 RIGHT = b"""
 metrics.address = "127.0.0.1:9000"
@@ -40,6 +41,9 @@ image.name = "oci:/srv/image:1"
 class FullDisk(System):
     """A system on which nothing can be written."""
 
+    def __init__(self, tree: Path) -> None:
+        super().__init__(no_process, str(tree))
+
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
@@ -52,9 +56,7 @@ class ReadOnly(FullDisk):
 
 
 def host(tmp_path: Path, config: bytes) -> System:
-    system = System(ScriptedRunner(), str(tmp_path))
-    system.write(CONFIG_FILE, config)
-    return system
+    return system_with(tmp_path, main=config.decode())
 
 
 def test_a_file_that_two_processes_save_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,31 +91,22 @@ def test_a_file_that_two_processes_save_is_complete(tmp_path: Path, monkeypatch:
 
 
 def test_a_wrong_configuration_is_replaced_by_the_last_good_one(tmp_path: Path) -> None:
+    """Also for `doctor`: a typo kept whoever was called at night from every other diagnosis. Others refuse it."""
     right = load_or_last_good(host(tmp_path, RIGHT))
     assert not right.rejected
     assert (tmp_path / LAST_GOOD_CONFIG[1:]).stat().st_mode & 0o777 == 0o600, "it may have secrets"
-    found = load_or_last_good(host(tmp_path, RIGHT + b"speed = 9\n"))
-    assert found.config == right.config
-    assert found.config.driver.place_key == "driver.root", "what is set and what is a default differ"
-    assert "machines.a.speed: unknown key" in found.rejected
-
-
-def test_doctor_uses_the_last_good_one_too(tmp_path: Path) -> None:
-    """A typo kept whoever was called at night from every other diagnosis. Other commands still refuse it."""
-    load_or_last_good(host(tmp_path, RIGHT))
     system = host(tmp_path, RIGHT + b"speed = 9\n")
-    loaded = load(Namespace(command="doctor", config=CONFIG_FILE), system)
-    assert loaded.config.machines["a"].devices == ["kvm"]
-    assert make_reconciler(loaded, system).rejected == f"{CONFIG_FILE}: machines.a.speed: unknown key"
+    for found in (load_or_last_good(system), load(Namespace(command="doctor", config=CONFIG_FILE), system)):
+        assert found.config == right.config
+        assert found.config.driver.place_key == "driver.root", "what is set and what is a default differ"
+        assert make_reconciler(found, system).rejected == f"{CONFIG_FILE}: machines.a.speed: unknown key"
     system.remove(LAST_GOOD_CONFIG)
-    for options in (
-        Namespace(command="doctor", config=CONFIG_FILE),
-        Namespace(command="doctor", config=f"{CONFIG_FILE}/../config.toml"),
-        Namespace(command="status", config=CONFIG_FILE),
-        Namespace(command="plan", config=CONFIG_FILE),
+    for command, config in (
+        *(("doctor", CONFIG_FILE), ("doctor", f"{CONFIG_FILE}/../config.toml")),
+        *(("status", CONFIG_FILE), ("plan", CONFIG_FILE)),
     ):
         with pytest.raises(ConfigError, match="speed"):
-            load(options, system)
+            load(Namespace(command=command, config=config), system)
 
 
 @pytest.mark.parametrize("kept", [None, b"", b"\0\0", b"{}", b'{"machines": {"a": {"speed": 9}}}'])
@@ -127,7 +120,7 @@ def test_without_a_good_one_the_files_error_is_raised(tmp_path: Path, kept: byte
 
 def test_a_full_disk_does_not_prevent_a_start(tmp_path: Path) -> None:
     host(tmp_path, RIGHT)
-    assert not load_or_last_good(FullDisk(ScriptedRunner(), str(tmp_path))).rejected
+    assert not load_or_last_good(FullDisk(tmp_path)).rejected
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -136,7 +129,7 @@ def test_an_older_configuration_never_restores_what_a_newer_one_removed(tmp_path
     load_or_last_good(host(tmp_path, RIGHT))
     narrower = RIGHT.replace(b'devices = ["kvm"]\n', b"")
     system = host(tmp_path, narrower)
-    found = load_or_last_good(FullDisk(ScriptedRunner(), str(tmp_path)) if full else system)
+    found = load_or_last_good(FullDisk(tmp_path) if full else system)
     assert not found.config.machines["a"].devices
     system.write(CONFIG_FILE, narrower + b"speed = 9\n")
     if full:
@@ -153,7 +146,7 @@ def test_a_full_disk_keeps_what_is_still_right(tmp_path: Path, text: bytes) -> N
     load_or_last_good(system)
     saved = {**json.loads(system.read(LAST_GOOD_CONFIG)), "validated_by": "0.0.1 1"}
     system.write(LAST_GOOD_CONFIG, json.dumps(saved).encode())
-    load_or_last_good(FullDisk(ScriptedRunner(), str(tmp_path)))
+    load_or_last_good(FullDisk(tmp_path))
     assert system.exists(LAST_GOOD_CONFIG) is (text == RIGHT)
 
 
@@ -224,7 +217,7 @@ def test_a_last_good_configuration_that_can_be_neither_replaced_nor_removed_is_n
     """After an error of its disk, the kernel makes a file system read-only."""
     load_or_last_good(host(tmp_path, RIGHT))
     host(tmp_path, NODE.encode())
-    system = ReadOnly(ScriptedRunner(), str(tmp_path))
+    system = ReadOnly(tmp_path)
     in_force = make_reconciler(load_or_last_good(system), system).in_force
     assert in_force is not None
     in_force.check()

@@ -11,14 +11,6 @@ from tests.fakes.config_files import system_with
 from tests.fakes.host import Host
 
 
-def test_defaults(tmp_path: Path) -> None:
-    """One line configures a machine; everything else has a default."""
-    config = load_config(system_with(tmp_path, main="[machines.gpu-node]\n"))
-    assert config.machines["gpu-node"].gpus == "all"
-    assert config.metrics.address == "127.0.0.1:9788"
-    assert not config.driver.load_modules
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -73,43 +65,38 @@ def test_defaults(tmp_path: Path) -> None:
         ('[machines.a]\ncontainerd_drop_in = "/etc/cri/../a.part"', "machines.a.containerd_drop_in: "),
         ('[machines.a]\ncontainerd_drop_in = "/etc/containerd/config.toml"', "machines.a.containerd_drop_in: "),
         ('[machines.a]\ncontainerd_drop_in = "/etc/cri/nvidia.yaml"', "machines.a.containerd_drop_in: "),
-        ("[machines.a", "not TOML"),
     ],
 )
 def test_errors_name_file_and_key(tmp_path: Path, text: str, named: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(system_with(tmp_path, main=text))
-    assert str(raised.value).startswith(f"{CONFIG_FILE}: {named}") or (
-        named == "not TOML" and f"{CONFIG_FILE}: not TOML" in str(raised.value)
-    )
+    assert str(raised.value).startswith(f"{CONFIG_FILE}: {named}")
 
 
 def test_a_mistake_in_toml_shows_its_line(tmp_path: Path) -> None:
     """Without the value: everyone can read the error, and a secret may be there by mistake."""
     for text, expected in (
-        ("[machines.a]\n  [machines.b\n", "(at line 2, column 14): [machines.b"),
-        ("[machines.a]\ngpus = hunter2\n", ": gpus = ..."),
+        ("[machines.a]\n  [machines.b\n", r"\(at line 2, column 14\): \[machines.b$"),
+        ("[machines.a]\ngpus = hunter2\n", r": gpus = \.\.\.$"),
     ):
-        with pytest.raises(ConfigError) as raised:
+        with pytest.raises(ConfigError, match=f"(?s){CONFIG_FILE}: not TOML.*{expected}") as raised:
             load_config(system_with(tmp_path, main=text))
-        assert str(raised.value).endswith(expected)
         assert "hunter2" not in str(raised.value)
 
 
 @pytest.mark.scenario("001")
 def test_where_the_driver_is(tmp_path: Path) -> None:
     """Paths are normalised. A named root counts as configured, even if it is the host's own."""
-    text = (
-        '[machines.a]\ncontainerd_drop_in = "/etc/cri/conf.d/20-nvidia.part"\n[driver]\nroot = "/run//nvidia/driver/"'
-    )
-    config = load_config(system_with(tmp_path, main=text))
-    assert (config.driver.root, config.driver.place_key) == ("/run/nvidia/driver", "driver.root")
-    assert config.machines["a"].containerd_drop_in == "/etc/cri/conf.d/20-nvidia.part"
-    own = load_config(system_with(tmp_path, main='[driver]\nroot = "/"\n[machines.a]\n'))
-    assert (own.driver.root, own.driver.place_key) == ("/", "driver.root")
-    listed = load_config(system_with(tmp_path, main='[driver]\nlibrary_directories = ["/opt/lib"]\n[machines.a]\n'))
-    assert (listed.driver.root, listed.driver.place_key) == ("", "driver.library_directories")
-    assert load_config(system_with(tmp_path, main="[machines.a]\n")).driver.place_key == ""
+    for setting, root, key in (
+        ('root = "/run//nvidia/driver/"', "/run/nvidia/driver", "driver.root"),
+        ('root = "/"', "/", "driver.root"),
+        ('library_directories = ["/opt/lib"]', "", "driver.library_directories"),
+        ("", "", ""),
+    ):
+        text = f'[machines.a]\ncontainerd_drop_in = "/etc/cri/conf.d/20-nvidia.part"\n[driver]\n{setting}\n'
+        config = load_config(system_with(tmp_path, main=text))
+        assert (config.driver.root, config.driver.place_key) == (root, key)
+        assert config.machines["a"].containerd_drop_in == "/etc/cri/conf.d/20-nvidia.part"
 
 
 @pytest.mark.parametrize(
