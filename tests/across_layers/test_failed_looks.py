@@ -52,22 +52,22 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
     return from_now_on
 
 
-LOOKS: dict[str, Callable[[System], object]] = {
-    "exists": lambda system: system.exists("/usr/bin/tool"),
-    "is_directory": lambda system: system.is_directory("/usr/bin/tool"),
-    "is_file": lambda system: system.is_file("/usr/bin/tool"),
-    "is_mount": lambda system: system.is_mount("/usr/bin/tool"),
-    "find_program": lambda system: system.find_program("tool"),
-}
+LOOKS: tuple[Callable[[System], object], ...] = (
+    lambda system: system.exists("/usr/bin/tool"),
+    lambda system: system.is_directory("/usr/bin/tool"),
+    lambda system: system.is_file("/usr/bin/tool"),
+    lambda system: system.is_mount("/usr/bin/tool"),
+    lambda system: system.find_program("tool"),
+)
 
 
-@pytest.mark.parametrize("name", LOOKS)
-def test_a_failed_call_raises_and_is_not_false(tmp_path: Path, fail: Fail, name: str) -> None:
+def test_a_failed_call_raises_and_is_not_false(tmp_path: Path, fail: Fail) -> None:
     system = System(no_process, str(tmp_path))
-    assert not LOOKS[name](system)
+    assert not any(look(system) for look in LOOKS)
     fail(system, "/usr/bin/tool")
-    with pytest.raises(OSError, match="Input/output error"):
-        LOOKS[name](system)
+    for look in LOOKS:
+        with pytest.raises(OSError, match="Input/output error"):
+            look(system)
 
 
 @pytest.mark.parametrize("path", ["/a\0b", f"/{'x' * 300}", "/file/below", "/loop"])
