@@ -18,7 +18,7 @@ from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.paths import cordoned_file, joined_file, machine_root, machine_unit, nspawn_file, report_directory
 from tests.fakes.clock import Clock
 from tests.fakes.command import Capture, command
-from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units, without_gpus
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units, without_gpus
 from tests.fakes.host import Host
 from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
 
@@ -39,6 +39,12 @@ def host(tmp_path: Path, clock: Clock) -> NodeHost:
     host.runner.calls.clear()
     clock.slept.clear()
     return host
+
+
+@pytest.fixture
+def gpu_host(tmp_path: Path) -> Host:
+    """Another host, whose machine `up` did not make."""
+    return set_up(Host(tmp_path / "host"))
 
 
 @pytest.fixture
