@@ -318,16 +318,13 @@ def test_without_a_device_there_is_no_spec(machine: Machine) -> None:
     assert machine.message("CDISpecCurrent").endswith("; no devices for mode management")
 
 
-def test_a_spec_that_is_no_longer_configured_is_removed(machine: Machine) -> None:
-    requests: tuple[tuple[Request, ...], ...] = ((WANTED._replace(cdi_modes=()), OTHERS), (EMPTY,), ())
-    for each in requests:
-        machine.hand(WANTED, OTHERS)
-        run(machine)
-        assert all(machine.exists(published(mode)) for mode in MODES)
-        machine.hand(*each)
-        run(machine)
-        assert not any(machine.exists(published(mode)) for mode in MODES)
-        assert not any(published(mode) in json.loads(machine.read(OWNED))["paths"] for mode in MODES)
+@pytest.mark.parametrize("requests", [(WANTED._replace(cdi_modes=()), OTHERS), (EMPTY,), ()])
+def test_a_spec_that_is_no_longer_configured_is_removed(machine: Machine, requests: tuple[Request, ...]) -> None:
+    run(machine)
+    machine.hand(*requests)
+    run(machine)
+    assert not any(machine.exists(published(mode)) for mode in MODES)
+    assert not any(published(mode) in json.loads(machine.read(OWNED))["paths"] for mode in MODES)
 
 
 def foreign(kind: str) -> str:
