@@ -80,8 +80,7 @@ ON_THE_HOST: Mapping[ConditionType, Callable[[Host], None]] = {
     KIND.READY: one_of_all_is_false,
 }
 IN_THE_MACHINE: Mapping[ConditionType, str] = {
-    KIND.DEVICES_ALLOWED: "devices/test_nodes.py::"
-    "test_a_gpu_that_does_not_open_is_the_only_one_that_the_fault_concerns",
+    KIND.DEVICES_ALLOWED: "test_run.py::test_a_node_that_does_not_open",
     KIND.LIBRARIES_LINKED: "libraries/test_link.py::test_a_stub_that_the_loader_prefers_is_reported",
     KIND.CDI_SPEC_CURRENT: "test_run.py::test_a_wrong_number_is_named_with_the_expected_one",
     KIND.RUNTIME_CONFIGURED: "containerd/test_configure.py::test_lost_and_changed_settings_are_found",
