@@ -326,6 +326,8 @@ class Daemon:
         self._progress_reported = 0.0
         self._pending_since: dict[str, float] = {}
         """Since when machines are pending, by CLOCK_MONOTONIC."""
+        self._is_pending = False
+        """Whether the last pass left a machine pending, for less than the limit."""
         self._publish()
 
     def loop(self, signals: Signals) -> None:
@@ -411,7 +413,9 @@ class Daemon:
         self._metrics.passed(None if made.error else view.outcome, seconds)
         self._passes.append(Pass(rfc3339(time.time()), trigger, round(seconds, 3), actions, failures))
         self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
-        if not self._pending() and not failures:
+        # Looked at once: between two looks, the limit may end.
+        self._is_pending = self._pending()
+        if not self._is_pending and not failures:
             self._metrics.converged()
         with self._event_log.guarded("publish the pages"):
             self._publish()
@@ -430,7 +434,7 @@ class Daemon:
         timing = self._timing
         if self._failed_in_a_row:
             trigger, delay = "retry", min(timing.interval, timing.back_off * 2 ** min(self._failed_in_a_row - 1, 10))
-        elif self._pending():
+        elif self._is_pending:
             watched = self._wakeups.tallies[REPORTS].watching
             trigger, delay = "pending", timing.pending_watched if watched else timing.pending
         else:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -535,7 +536,7 @@ def test_a_hanging_pass_makes_evidence_stale_and_the_loop_not_alive(service: Ser
 
 
 @contextmanager
-def daemon(root: Path, load: Callable[[], Loaded] | None = None) -> Iterator[Daemon]:
+def daemon(root: Path, load: Callable[[], Loaded] | None = None, **timing: float) -> Iterator[Daemon]:
     """Yield a daemon in this process, whose loop does not run."""
     system = System(host_runner, str(root))
     system.make_directory("/run/unbounded-agent")
@@ -543,7 +544,7 @@ def daemon(root: Path, load: Callable[[], Loaded] | None = None) -> Iterator[Dae
         load or (lambda: Loaded(load_config(system))),
         lambda loaded, progress: simulated_reconciler.SimulatedReconciler(loaded, progress, root),
         Notifier(""),
-        Timing(),
+        Timing(**timing),
         system,
     )
     yield made
@@ -569,6 +570,21 @@ def test_sigterm_just_before_a_pass_is_not_delayed_by_it(service: Service) -> No
     service.child.start()
     assert service.ended() == 0
     assert service.passes() == []
+
+
+def pass_at_the_limit(root: Path) -> None:
+    with daemon(root, pending_limit=0.2) as found:
+        found.work("start", Signals(Notifier(""), 60.0))
+        time.sleep(0.3)
+        sys.exit(found.next_pass()[0] != "pending")
+
+
+def test_a_machine_that_was_pending_in_a_pass_gets_the_next_one_soon(service: Service) -> None:
+    """Its limit may end right after the pass: then nothing had converged, and the next pass came a minute later."""
+    service.behave(pending=True)
+    service.child = CHILDREN.Process(target=pass_at_the_limit, args=(service.root,))
+    service.child.start()
+    assert service.ended() == 0
 
 
 @pytest.mark.parametrize(("watchdog", "longest"), [("", 66), ("120000000", 60)])
