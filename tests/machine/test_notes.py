@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 
 import pytest
 
@@ -12,6 +11,7 @@ from agent.model.errors import AgentError
 from agent.model.paths import MACHINE_STATE, OWNED, spec_file
 from agent.model.text import json_digest
 from tests.fakes.machine import EMPTY, Machine, failing, systemctl
+from tests.fakes.umask import umask
 
 SPEC, DROP_IN = spec_file("nvidia"), "/etc/containerd/conf.d/99-nvidia.toml"
 GOOD = {"RuntimeConfigured": ("True", "ReadBack"), "CDISpecCurrent": ("True", "Verified")}
@@ -58,14 +58,11 @@ def test_only_root_reads_notes_and_everybody_the_report(machine: Machine) -> Non
     """Whatever the umask. The host half, which has few rights, reads the report."""
     for place in machine.tree.glob("run/unbounded-agent/state/*.json"):
         place.unlink()
-    old = os.umask(0)
-    try:
+    with umask(0):
         run(machine)
-        os.umask(0o077)
+    with umask(0o077):
         machine.drop(REPORT)
         run(machine)
-    finally:
-        os.umask(old)
     notes = list(machine.tree.glob("run/unbounded-agent/state/*.json"))
     assert len(notes) > 3
     assert {machine.mode(f"{MACHINE_STATE}/{place.name}") for place in notes} == {0o600}

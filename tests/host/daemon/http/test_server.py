@@ -36,6 +36,7 @@ from agent.host.daemon.server import (
 )
 from agent.model.errors import AgentError
 from tests.fakes.local_socket import ask_locally
+from tests.fakes.umask import umask
 from tests.fakes.waiting import wait_for
 
 LONG = 10**9
@@ -375,8 +376,7 @@ def test_a_local_server_is_private_and_replaces_a_former_socket(tmp_path: Path) 
         listen_locally(str(tmp_path / "nowhere"), "statusz.sock")
     directory = tmp_path / ("d" * 120)
     directory.mkdir()
-    before = os.umask(0)
-    try:
+    with umask(0):
         for body in (b"first\n", b"second\n"):
             server = Server(listen_locally(str(directory), "statusz.sock"))
             try:
@@ -386,5 +386,3 @@ def test_a_local_server_is_private_and_replaces_a_former_socket(tmp_path: Path) 
                 assert b" 404 " in ask_locally(directory / "statusz.sock", "/other")
             finally:
                 server.stop()
-    finally:
-        os.umask(before)
