@@ -66,8 +66,6 @@ def test_every_panel_has_data(tmp_path: Path) -> None:
         pytest.skip("Prometheus is not installed (apt install prometheus)")
     with scraped_fleet(tmp_path, HOSTS, interval=2) as prometheus:
         found = {title: prometheus.query(expression)[0] for title, expression in queries().items()}
-        series = prometheus.number(f'max(scrape_samples_scraped{{job="{JOB}"}})')
-    assert 100 < series <= 150, "docs/metrics.md says so"
     assert [title for title, answer in found.items() if not answer] == []
     links = {
         panel["title"]: re.findall(r"__data\.fields\.(\w+)", json.dumps(panel["fieldConfig"]))
