@@ -75,7 +75,7 @@ class Administered(Lifetime):
             text = manifest(each) if isinstance(each, str) else json.dumps(each)
             self.kubectl("apply", "-f", "-", stdin=text)
 
-    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 300) -> None:
+    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 600) -> None:
         """Wait until `reached()`. Raises NotReachedError with the evidence."""
         wait(what, self.control_plane.checked(reached), seconds, self.evidence)
 
@@ -169,9 +169,9 @@ class Cluster(Administered):
         finally:
             self.delete_pods(name)
 
-    def finished(self, name: str, namespace: str = "default", seconds: float = 240) -> str:
+    def finished(self, name: str, namespace: str = "default") -> str:
         """Wait until a pod ends by itself, and return its log. Raises ClusterError if it fails."""
-        self.wait(f"pod {name} ended", lambda: self.phase(name, namespace) in ("Succeeded", "Failed"), seconds)
+        self.wait(f"pod {name} ended", lambda: self.phase(name, namespace) in ("Succeeded", "Failed"))
         log = self.kubectl(f"--namespace={namespace}", "logs", name)
         if self.phase(name, namespace) == "Failed":
             raise ClusterError(
