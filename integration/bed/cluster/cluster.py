@@ -75,7 +75,7 @@ class Administered(Lifetime):
             text = manifest(each) if isinstance(each, str) else json.dumps(each)
             self.kubectl("apply", "-f", "-", stdin=text)
 
-    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 600) -> None:
+    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 900) -> None:
         """Wait until `reached()`. Raises NotReachedError with the evidence."""
         wait(what, self.control_plane.checked(reached), seconds, self.evidence)
 
@@ -139,7 +139,7 @@ class Cluster(Administered):
 
     def delete_plugin(self, plugin: str = PLUGIN) -> None:
         """Delete a device plugin and wait until its pod is gone."""
-        self.kubectl("--namespace=kube-system", "delete", plugin, "--cascade=foreground", "--timeout=500s")
+        self.kubectl("--namespace=kube-system", "delete", plugin, "--cascade=foreground")
 
     def forget_plugin(self) -> None:
         """Delete NVIDIA's device plugin and the kubelet's record of it, as `unbounded-agent kube allocation` says."""
@@ -155,7 +155,7 @@ class Cluster(Administered):
 
     def wait_plugin(self, gpus: int) -> None:
         """Wait until the current device plugin has registered and the node offers that many GPUs."""
-        self.kubectl("--namespace=kube-system", "rollout", "status", PLUGIN, "--timeout=500s")
+        self.kubectl("--namespace=kube-system", "rollout", "status", PLUGIN)
         # The number of GPUs alone could still be that of the previous plugin.
         self.wait("the device plugin registered", lambda: "Registered device plugin" in self._log(*PLUGIN_LOG))
         self.wait(f"{gpus} GPUs allocatable", lambda: self.allocatable() == gpus)
@@ -221,7 +221,7 @@ class Cluster(Administered):
 
     def delete_pods(self, *names: str) -> None:
         """Delete pods and wait until their containers have stopped."""
-        self.kubectl("delete", "pod", *names, "--timeout=500s")
+        self.kubectl("delete", "pod", *names)
 
     def evidence(self) -> str:
         """Return what Administered returns, and the ends of the journals of the kubelet and the DRA driver."""

@@ -39,8 +39,8 @@ BOOTSTRAP_ROLES = (
 CERTIFICATE_FILES = {"client-certificate": "crt", "client-key": "key"}
 """Keys of a user in a kubeconfig, and the suffixes of the files that they name."""
 API_SERVER = "kube-apiserver"
-KUBECTL_LIMIT = 600.0
-"""Seconds. `kubectl wait` and similar commands get shorter timeouts."""
+KUBECTL_LIMIT = 900.0
+"""Seconds. It also limits commands that wait, such as `kubectl delete`."""
 
 
 class ControlPlaneError(Exception):

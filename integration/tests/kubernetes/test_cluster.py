@@ -48,7 +48,7 @@ def _alone(
     for part, version in versions.items():
         record_property(part, version)
     yield
-    cluster.kubectl("delete", "pods", "--all", "--timeout=500s")
+    cluster.kubectl("delete", "pods", "--all")
 
 
 @pytest.fixture
@@ -348,7 +348,7 @@ def intel(cluster: Cluster, bed: Bed, record_property: Callable[[str, object], N
         wait_for_specs(bed, "intel", "nvidia")
         yield address
     finally:
-        cluster.kubectl("--namespace=kube-system", "delete", INTEL_PLUGIN, "--ignore-not-found", "--timeout=500s")
+        cluster.kubectl("--namespace=kube-system", "delete", INTEL_PLUGIN, "--ignore-not-found")
         bed.host.qemu.unplug(PORT)
         # The plugin wrote a specification for the pod's GPU, and is removed before it can clean up.
         bed.node.shell("rm -f /var/run/cdi/intel.cdi.k8s.io-* /var/lib/kubelet/device-plugins/gpu.intel.com-*")

@@ -51,8 +51,8 @@ def _alone(cluster: Cluster, bed: Bed, record_property: Callable[[str, object], 
     for part, version in (host_versions(cluster.host.guest) | machine_versions(cluster.node)).items():
         record_property(part, version)
     yield
-    cluster.kubectl("delete", "pods", "--all", "--timeout=500s")
-    cluster.kubectl("delete", "resourceclaims,resourceclaimtemplates", "--all", "--timeout=500s")
+    cluster.kubectl("delete", "pods", "--all")
+    cluster.kubectl("delete", "resourceclaims,resourceclaimtemplates", "--all")
 
 
 @pytest.fixture
