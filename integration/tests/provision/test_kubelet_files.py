@@ -7,8 +7,9 @@ one. They run it in a mount namespace of its own, where /etc, /run and /var/lib 
 import contextlib
 import json
 import shutil
-import socket
+import socketserver
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,18 @@ mount -o remount,bind,ro {MACHINE_HANDOFF_DIRECTORY} && exec "$@"
 """What systemd-nspawn does for a machine, as far as its kubelet needs it to join."""
 
 
+class SilentRuntime(socketserver.StreamRequestHandler):
+    """A container runtime that accepts connections and never answers a request.
+
+    Without a runtime, the kubelet exits within milliseconds, often before it has asked for a certificate. If the server
+    does not even begin HTTP/2, by a SETTINGS frame (RFC 9113, section 3.4), the kubelet exits after 5 s.
+    """
+
+    def handle(self) -> None:
+        self.wfile.write(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+        self.rfile.read()
+
+
 class Root:
     """A directory with a node's files, in which the kubelet runs."""
 
@@ -71,33 +84,31 @@ class Root:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the kubelet, and start it again whenever it exits, as its unit does.
-
-        Its container runtime never answers. Without one, the kubelet exits within milliseconds, often before it has
-        asked for a certificate.
-        """
+        """Run the kubelet, and start it again whenever it exits, as its unit does."""
         script = 'while :; do "$@"; sleep 1; done'
-        with (self.directory / "kubelet.log").open("ab") as log:
-            argv = ["setpriv", "--pdeathsig", "KILL", "sh", "-c", script, "sh", *self.argv()]
+        argv = ["setpriv", "--pdeathsig", "KILL", "sh", "-c", script, "sh", *self.argv()]
+        with (self.directory / "kubelet.log").open("ab") as log, self._silent_runtime():
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        try:
-            with self._silent_runtime():
+            try:
                 yield
-        finally:
-            subprocess.run(["kill", "-KILL", "--", f"-{process.pid}"], check=False)
-            process.wait()
+            finally:
+                subprocess.run(["kill", "-KILL", "--", f"-{process.pid}"], check=False)
+                process.wait()
 
     @contextlib.contextmanager
     def _silent_runtime(self) -> Iterator[None]:
         place = self.place(CONTAINERD_SOCKET.removeprefix("unix://"))
         place.parent.mkdir(exist_ok=True)
         place.unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX) as listening:
-            # The name of a socket may have 107 bytes (unix(7)), and the test's directory has a long one.
-            with contextlib.chdir(place.parent):
-                listening.bind(place.name)
-            listening.listen()
-            yield
+        # The name of a socket may have 107 bytes (unix(7)), and the test's directory has a long one.
+        with contextlib.chdir(place.parent):
+            server = socketserver.ThreadingUnixStreamServer(place.name, SilentRuntime)
+        with server:
+            threading.Thread(target=server.serve_forever).start()
+            try:
+                yield
+            finally:
+                server.shutdown()
 
     def log(self) -> str:
         return (self.directory / "kubelet.log").read_text(errors="replace")
