@@ -65,7 +65,6 @@ ALLOWED_NAMES = {
     ("config/settings.py", "/dev/nvidia"),
     ("config/settings.py", "/etc/nvidia-container-runtime"),
     ("model/device.py", "nvidia-fs"),
-    # The name of an image that containerfiles/ builds.
     # A key of the configuration, and names of variables that it may not set.
     ("config/settings.py", "nvidia"),
     ("config/settings.py", "(NVIDIA|NVCT)_.*"),

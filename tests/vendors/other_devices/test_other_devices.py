@@ -1,5 +1,6 @@
 """Devices other than GPUs, from the settings to the machine's report; the nodes are listed, and none is real."""
 
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import get_args
@@ -77,7 +78,10 @@ def goal(settings: dict[str, object], seen: Facts) -> MachineGoal:
 
 
 def test_each_device_class_grants_only_its_own_nodes(devices: Host) -> None:
-    assert paths(look(devices, devices=EVERY)) == sorted(NODES)
+    granted = paths(look(devices, devices=EVERY))
+    assert granted == sorted(NODES)
+    for rule in RULES:
+        assert any(re.fullmatch(f"{rule.directory}/{rule.pattern}", path) for path in granted), rule
     assert paths(look(devices, devices=["kvm"])) == ["/dev/kvm"]
     assert {str(each.kind) for each in RULES} == {*map(str, ADVICE)} == {*EVERY}
     for page in ("docs/hardware/devices.md", "docs/security.md"):
