@@ -66,19 +66,20 @@ def value(device: dict[str, Any], name: str) -> Any:  # noqa: ANN401
     return found
 
 
-def offered(cluster: Cluster) -> set[str]:
-    """Return the UUIDs of the GPUs in the slices."""
-    return {value(each, "uuid") for each in cluster.devices().values()}
+def offered(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """Return the devices in the slices by UUID. That of a new GPU comes later if nvidia-smi did not answer in time."""
+    return {value(each, "uuid"): each for each in cluster.devices().values() if "uuid" in each["attributes"]}
 
 
 def wait_for_devices(cluster: Cluster, number: int) -> None:
-    cluster.wait(f"{number} GPUs in the slices", lambda: len(cluster.devices()) == number)
+    complete = f"{number} GPUs in the slices, with their UUIDs"
+    cluster.wait(complete, lambda: len(cluster.devices()) == len(offered(cluster)) == number)
 
 
 def tainted(cluster: Cluster, uuid: str) -> list[str]:
     """Return the taints of a GPU in the slices, as key=value:effect."""
-    (device,) = (each for each in cluster.devices().values() if value(each, "uuid") == uuid)
-    return [f"{each['key']}={each.get('value', '')}:{each['effect']}" for each in device.get("taints", [])]
+    taints = offered(cluster)[uuid].get("taints", [])
+    return [f"{each['key']}={each.get('value', '')}:{each['effect']}" for each in taints]
 
 
 def holder(name: str, gpus: int = 1) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def claiming(name: str, template: str, *command: str) -> dict[str, Any]:
 
 def test_the_slices_have_every_gpu(cluster: Cluster, bed: Bed) -> None:
     listed = uuids(bed.run("nvidia-smi", "-L").stdout)
-    assert offered(cluster) == set(listed)
+    assert offered(cluster).keys() == set(listed)
     assert cluster.allocatable() == 0, "no device plugin"
     for device in cluster.devices().values():
         assert value(device, "vendor") == "nvidia"
@@ -300,7 +301,7 @@ def test_the_api_server_is_away_for_two_minutes(cluster: Cluster, bed: Bed) -> N
     held = hold_different(cluster, names)
     running = containers(cluster, names)
     free = next(minor for minor in range(NUMBER) if uuid_of(bed, minor) not in held)
-    failed, before = uuid_of(bed, free), offered(cluster)
+    failed, before = uuid_of(bed, free), set(offered(cluster))
     at_start = bed.starts()
     cluster.control_plane.stop_api_server()
     try:
@@ -314,7 +315,7 @@ def test_the_api_server_is_away_for_two_minutes(cluster: Cluster, bed: Bed) -> N
     # A kubelet that was away deletes slices belatedly.
     cluster.wait("the slices stay", lambda: offered_stays(cluster, NUMBER + 1))
     # The scheduler may notice last that the server is back. Once it gives the new GPU to a pod, it knows the taint too.
-    (new,) = offered(cluster) - before
+    (new,) = offered(cluster).keys() - before
     cluster.apply(claim_template("new", f'device.attributes["{DRA_DRIVER}"].uuid == "{new}"'))
     assert uuids(cluster.run(claiming("new", "new", "nvidia-smi", "-L"))) == [new]
     cluster.apply(holder("after"))
@@ -329,7 +330,7 @@ def test_the_api_server_is_away_for_two_minutes(cluster: Cluster, bed: Bed) -> N
 
 def addresses(cluster: Cluster) -> dict[str, str]:
     """Return the PCI addresses of the GPUs in the slices, by their UUIDs."""
-    return {value(each, "uuid"): value(each, f"{SHARED}/pciBusID") for each in cluster.devices().values()}
+    return {uuid: value(device, f"{SHARED}/pciBusID") for uuid, device in offered(cluster).items()}
 
 
 def containers(cluster: Cluster, names: list[str]) -> list[tuple[str, int]]:
