@@ -8,9 +8,10 @@ from integration.bed.cluster.kubernetes import KUBERNETES, NEXT_RELEASE, RELEASE
 from integration.bed.tools import chosen, pinned
 
 PINNED = [RELEASE, pytest.param(NEXT_RELEASE, marks=pytest.mark.exhaustive)]
+RELEASES = [chosen("KUBERNETES")] if chosen("KUBERNETES") else PINNED
 
 
-@pytest.fixture(scope="module", params=[chosen("KUBERNETES")] if chosen("KUBERNETES") else PINNED)
+@pytest.fixture(scope="module", params=RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
     """A release for ControlPlane. To build the next one takes some ten minutes, so its tests are exhaustive."""
     return str(request.param)
