@@ -9,7 +9,7 @@ import yaml
 
 from agent.host.allocation import CHECKPOINT
 from integration.bed.cache import REPOSITORY, step
-from integration.bed.cluster.control_plane import ControlPlane, node_user
+from integration.bed.cluster.control_plane import CLUSTER_LIMIT, ControlPlane, node_user
 from integration.bed.cluster.kubernetes import RELEASE
 from integration.bed.free_ports import free_ports
 from integration.bed.lifetime import Lifetime
@@ -75,9 +75,9 @@ class Administered(Lifetime):
             text = manifest(each) if isinstance(each, str) else json.dumps(each)
             self.kubectl("apply", "-f", "-", stdin=text)
 
-    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 900) -> None:
+    def wait(self, what: str, reached: Callable[[], bool]) -> None:
         """Wait until `reached()`. Raises NotReachedError with the evidence."""
-        wait(what, self.control_plane.checked(reached), seconds, self.evidence)
+        wait(what, self.control_plane.checked(reached), CLUSTER_LIMIT, self.evidence)
 
     def evidence(self) -> str:
         """Return the cluster's pods and nodes, and its latest events."""

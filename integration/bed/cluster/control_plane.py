@@ -39,8 +39,8 @@ BOOTSTRAP_ROLES = (
 CERTIFICATE_FILES = {"client-certificate": "crt", "client-key": "key"}
 """Keys of a user in a kubeconfig, and the suffixes of the files that they name."""
 API_SERVER = "kube-apiserver"
-KUBECTL_LIMIT = 900.0
-"""Seconds. It also limits commands that wait, such as `kubectl delete`."""
+CLUSTER_LIMIT = 900.0
+"""Seconds for all that may hang: each kubectl, which may wait itself (`kubectl delete`), and each wait of a test."""
 
 
 class ControlPlaneError(Exception):
@@ -144,7 +144,7 @@ class ControlPlane(Lifetime):
         if not path.exists():
             self.write_kubeconfig(user, path)
         options = [f"--kubeconfig={path}", f"--cache-dir={self.directory / 'kubectl'}"]
-        return run([self.binaries / "kubectl", *options, *arguments], stdin=stdin, timeout=KUBECTL_LIMIT)
+        return run([self.binaries / "kubectl", *options, *arguments], stdin=stdin, timeout=CLUSTER_LIMIT)
 
     def bootstrap_token(self, valid_until: str = "2099-01-01T00:00:00Z") -> str:
         """Make a token with which kubelets join, as `kubeadm token create` does, and return it.

@@ -73,8 +73,11 @@ def offered(cluster: Cluster) -> dict[str, dict[str, Any]]:
 
 
 def wait_for_devices(cluster: Cluster, number: int) -> None:
-    complete = f"{number} GPUs in the slices, with their UUIDs"
-    cluster.wait(complete, lambda: len(cluster.devices()) == len(offered(cluster)) == number)
+    def complete() -> bool:
+        devices = cluster.devices().values()
+        return len(devices) == number and all("uuid" in each["attributes"] for each in devices)
+
+    cluster.wait(f"{number} GPUs in the slices, with their UUIDs", complete)
 
 
 def tainted(cluster: Cluster, uuid: str) -> list[str]:
@@ -271,7 +274,7 @@ def test_thirty_cycles_of_plug_fault_recovery_and_unplug(cluster: Cluster, bed: 
     """Slices and sysfs agree each time, and nothing is restarted.
 
     Meanwhile 40 pods start, four at a time because the emulated node takes a quarter of a minute for one: none gets a
-    tainted GPU, and each sees the GPU of its claim and no other. It takes half an hour, so one release has to do.
+    tainted GPU, and each sees the GPU of its claim and no other. One release has to do: it takes over half an hour.
     """
     at_start = bed.starts()
     names, avoided = [], ""
