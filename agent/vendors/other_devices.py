@@ -1,7 +1,7 @@
 """Non-GPU devices on the host, treated as a vendor without GPUs. Machines' settings name the devices or their nodes.
 
 A new device class is a name in agent.config.settings and in agent.model.device, its rules and advice here, and a row in
-docs/hardware/devices.md and docs/security.md. Its tests say if one is missing.
+docs/hardware/devices.md. Its tests say if one is missing.
 """
 
 import posixpath
