@@ -1,6 +1,7 @@
 """What one pass observed, as frozen data. Only Absent may lead to a removal; Broken and Unseen never do."""
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct, field
@@ -84,14 +85,39 @@ class StagedRoot(Struct, frozen=True, eq=False, omit_defaults=True):
         return self.index, self.vendor, self.version, self.files
 
 
+class Verdict(StrEnum):
+    """What is known of a GPU's health, from the best to the worst. docs/conditions.md says what follows from each."""
+
+    HEALTHY = "healthy"
+    UNKNOWN = "not-known"
+    DEGRADED = "degraded"
+    """It computes, but somebody should look at it."""
+    NEEDS_RESET = "needs-reset"
+    NEEDS_REBOOT = "needs-reboot"
+    BROKEN = "broken"
+
+    @property
+    def severity(self) -> int:
+        return list(Verdict).index(self)
+
+    @property
+    def fenced(self) -> bool:
+        """Whether no new pod should get the GPU."""
+        return self.severity > Verdict.DEGRADED.severity
+
+
 class GpuFault(Struct, frozen=True):
-    """A fatal error of a GPU, which the driver wrote into the kernel log."""
+    """An error of a GPU, which the driver wrote into the kernel log."""
 
     reason: str
+    """One word for the error, such as `Xid79`."""
     meaning: str
     since: float
     """When the service read the error, in seconds since the epoch; the kernel log's own clock drifts. It is also
     `timeAdded` of the GPU's taint: if it were earlier, pods with `tolerationSeconds` would be evicted too early."""
+    verdict: Verdict
+    last: float
+    """When the service last read such an error. A degraded GPU counts as healthy again some time after that."""
 
 
 class Placement(Struct, frozen=True):
@@ -118,7 +144,7 @@ class GpuFacts(Struct, frozen=True):
     """What decides how GPUs are offered by Dynamic Resource Allocation, by PCI address. Grants do not depend on it."""
 
     faults: Mapping[str, GpuFault] = field(default_factory=dict)
-    """Fatal errors, until the GPU's driver is unbound or an administrator attaches the GPU."""
+    """The worst error of each GPU in the kernel log, until the GPU has recovered."""
     tainted: Mapping[str, Taint] = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Observed only if a machine uses Dynamic Resource Allocation."""

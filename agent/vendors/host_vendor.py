@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from agent.config.settings import DriverSettings, MachineSettings
 from agent.model.conditions import Condition, ConditionType, Reason, false, unknown
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.facts import Absent, Broken, CacheEntry, DrmDevice, Gpu, PciDevice, Seen, Unseen, VendorFacts
+from agent.model.facts import Absent, Broken, CacheEntry, DrmDevice, Gpu, PciDevice, Seen, Unseen, VendorFacts, Verdict
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import FabricAnswer
 from agent.model.text import whole_number
@@ -165,16 +165,20 @@ class GpuError(Struct, frozen=True):
     """An error of one GPU that its driver wrote into the kernel log."""
 
     pci_address: str
-    number: int
-    """The driver's number for the error; for NVIDIA the Xid, which is below 1000."""
+    reason: str
+    """One word for the error, such as `Xid79`: it becomes the value of a taint."""
     meaning: str
     """The driver's name for the error, what it means, and what to do if anything needs to be done."""
-    from_application: bool
-    """Whether a program caused the error. If so, the GPU may be healthy."""
-    lost: bool
+    verdict: Verdict
+    """What the error says of the GPU's health; HEALTHY if it says nothing."""
+    number: int | None = None
+    """NVIDIA's number for the error, the Xid, which is below 1000. Such errors are counted."""
+    from_application: bool = False
+    """Whether a program caused the error."""
+    lost: bool = False
     """Whether the error means that the GPU stopped answering."""
-    fault: str = ""
-    """If no new pod should get the GPU after this error, one word for the error, such as `Xid79`; otherwise empty."""
+    recovered: bool = False
+    """It is no error: the driver says that a GPU which needed a reset or a reboot needs nothing any more."""
 
 
 class HostVendor(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Follows GPU errors in the kernel log: counts and logs them, and records lost GPUs and fatal errors."""
+"""Follows GPU errors in the kernel log: counts and logs them, and records what they say of GPUs' health."""
 
 import logging
 import select
@@ -8,10 +8,18 @@ from collections.abc import Callable, Iterable, Mapping
 
 from msgspec import Struct
 
-from agent.host.state.gpus import LOG_POSITION, LogPosition, binding, bindings, record_fault, record_lost
+from agent.host.state.gpus import (
+    LOG_POSITION,
+    LogPosition,
+    binding,
+    bindings,
+    record_fault,
+    record_lost,
+    record_recovered,
+)
 from agent.host.vendors import HOST_VENDORS
 from agent.model.errors import AgentError
-from agent.model.facts import GpuFault
+from agent.model.facts import GpuFault, Verdict
 from agent.model.paths import KERNEL_LOG_READ, PCI_DEVICES
 from agent.model.text import one_line, rfc3339
 from agent.system.devices import PATH, KernelLog, open_kernel_log
@@ -24,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class _Unrecorded(Struct):
-    """What is known about the occurrence of a fatal error that is not recorded yet."""
+    """What is known about the occurrence of an error that is not recorded yet."""
 
     binding: int | None
     """The GPU's binding (agent.host.state.gpus) when the error came; None without a driver, or if unknown."""
@@ -35,7 +43,7 @@ class _Unrecorded(Struct):
 
 
 class GpuErrors:
-    """Follows the kernel log. It is an event source (agent.host.daemon.wakeups): a fatal error causes a pass."""
+    """Follows the kernel log. It is an event source (agent.host.daemon.wakeups): a GPU's new verdict causes a pass."""
 
     name = "kernel-log"
 
@@ -54,7 +62,7 @@ class GpuErrors:
         """The last error of each GPU, and when it was read, by PCI address."""
         self._system, self._counted, self._open = system, counted, open_log
         self._unrecorded: dict[GpuError, _Unrecorded] = {}
-        """Fatal errors that are not yet recorded in the host half's state, the oldest first."""
+        """Errors that are not yet recorded in the host half's state, the oldest first."""
         self._log: KernelLog | None = None
         self._position, self._unsaved = LOG_POSITION.read(KERNEL_LOG_READ, system), False
         """The position that was last saved, or was to be saved. If it could not be written, `_unsaved` is True."""
@@ -86,7 +94,7 @@ class GpuErrors:
         return {self._log.fileno(): select.POLLIN} if self._log else {}
 
     def needs_pass(self) -> bool:
-        """Read new log records. Return whether a fatal error was recorded in the host half's state. Raises OSError.
+        """Read new log records. Return whether an error changed the host half's state. Raises OSError.
 
         Errors that earlier reads could not record, for example on a full disk, are tried again: the kernel does not
         repeat them.
@@ -141,20 +149,21 @@ class GpuErrors:
                 self._handle(each, count, behind)
 
     def _handle(self, error: GpuError, count: int, behind: bool) -> None:
-        """Count and log an error. If it is fatal, note it for `_record`.
+        """Count and log an error. If it says something of the GPU's health, note it for `_record`.
 
         If `behind`, the error may have come before the log was opened. After such an error, the GPU may have been bound
         to a driver again. So the error is recorded only if the binding is still the one that was saved with the
         position.
         """
         address = error.pci_address
-        self._counted(address, error.number, count)
+        if error.number is not None:
+            self._counted(address, error.number, count)
         self.last[address] = f"{error.meaning} (read at {rfc3339(time.time())})"
-        level = logging.INFO if error.from_application else logging.WARNING
+        level = logging.INFO if error.from_application or error.recovered else logging.WARNING
         times = f" ({count} times)" if count > 1 else ""
-        fields = {"MESSAGE_ID": GPU_ERROR_ID, "GPU": address, "ERROR": str(error.number)}
+        fields = {"MESSAGE_ID": GPU_ERROR_ID, "GPU": address, "ERROR": error.reason}
         log.log(level, "%s: %s%s", address, error.meaning, times, extra={"fields": fields})
-        if not (error.lost or error.fault):
+        if not (error.lost or error.recovered or error.verdict is not Verdict.HEALTHY):
             return
         try:
             saved = self._position.bindings.get(address) if self._position else None
@@ -167,19 +176,23 @@ class GpuErrors:
     def _record(self) -> bool:
         """Record the noted errors in the host half's state, and return whether this state changed.
 
-        If a GPU's binding has changed since its error came, the error is dropped.
+        If a GPU's binding has changed since its error came, the error is dropped: it was another driver's, or the same
+        driver has initialised the GPU again.
         """
         changed, failed = False, set()
         for error, then in tuple(self._unrecorded.items()):
             address = error.pci_address
             if address in failed:
-                # An earlier error of this GPU could not be recorded, so do not record this error yet. The record has
-                # only one error per GPU: when the earlier error is recorded, it would replace this one.
+                # An earlier error of this GPU could not be recorded, so do not record this error yet: the order counts
+                # where a GPU recovers.
                 continue
             try:
                 if then.binding == binding(self._system, address):
-                    fault = GpuFault(error.fault, error.meaning, then.since)
-                    changed |= bool(error.fault) and record_fault(self._system, address, fault)
+                    if error.recovered:
+                        changed |= record_recovered(self._system, address)
+                    elif error.verdict is not Verdict.HEALTHY:
+                        fault = GpuFault(error.reason, error.meaning, then.since, error.verdict, then.since)
+                        changed |= record_fault(self._system, address, fault)
                     changed |= error.lost and record_lost(self._system, address, error.meaning)
             except (OSError, AgentError) as problem:
                 failed.add(address)

@@ -14,13 +14,17 @@ from msgspec.structs import replace
 from agent.host.state.locks import locked
 from agent.host.state.records import Digested, Record, first_intact
 from agent.model.errors import AgentError
-from agent.model.facts import Absent, Broken, GpuFault, Granted, Remembered, Seen, Taint, Unseen
+from agent.model.facts import Absent, Broken, GpuFault, Granted, Remembered, Seen, Taint, Unseen, Verdict
 from agent.model.paths import GPUS, GPUS_LOCK, PCI_DEVICES, REMEMBERED_GPUS
 from agent.system.files import System
 from agent.system.trust import count, discard
 
 LOCK_WAIT = 5.0
 """Seconds to wait for another writer, which needs milliseconds."""
+NORMAL = 600.0
+"""Seconds without another error after which a degraded GPU counts as healthy again."""
+REPEATED = 60.0
+"""Seconds between two writes of the record because an error of a degraded GPU came again."""
 
 
 class GpuNote(Struct, frozen=True, omit_defaults=True):
@@ -29,11 +33,12 @@ class GpuNote(Struct, frozen=True, omit_defaults=True):
     device: int
     """What `_device` returned: a device that is plugged in later at this address has nothing to do with the note."""
     binding: int | None = None
-    """What `binding` returned when `lost` or `fault` was recorded. Both count until the driver is unbound."""
+    """What `binding` returned when `lost` or `fault` was recorded; None if the GPU had no driver. Both count until that
+    changes."""
     lost: str = ""
     """What the kernel log said about the loss."""
     fault: GpuFault | None = None
-    """The last fatal error. If the GPU was reset without unbinding the driver, `gpus attach` removes it."""
+    """The worst error in the kernel log; of equally bad ones, the last."""
     taint: Taint | None = None
 
 
@@ -130,21 +135,38 @@ def record_lost(system: System, address: str, why: str) -> bool:
 
 
 def record_fault(system: System, address: str, fault: GpuFault) -> bool:
-    """Record a fatal error, unless it is recorded already or the GPU has no driver. Return whether that is new."""
+    """Record an error, unless a worse one or the same one is recorded already. Return whether the record changed."""
     bound = binding(system, address)
 
     def failed(note: GpuNote) -> GpuNote:
+        before = note.fault
+        if before and before.verdict.severity > fault.verdict.severity:
+            return note
         # If only the meaning of the error is new, record the error again: where a reset was enough before, a reboot may
         # be needed now.
-        if note.fault and (note.fault.reason, note.fault.meaning) == (fault.reason, fault.meaning):
-            return note
+        if before and (before.reason, before.meaning) == (fault.reason, fault.meaning):
+            seen_lately = fault.verdict.fenced or fault.last - before.last < REPEATED
+            return note if seen_lately else replace(note, fault=replace(before, last=fault.last))
         return replace(note, fault=fault, binding=bound)
 
-    return bound is not None and _change(system, address, failed)
+    return _change(system, address, failed)
+
+
+def record_recovered(system: System, address: str) -> bool:
+    """Forget an error after which the GPU needed a reset or a reboot: its driver says that it needs nothing any more.
+
+    Return whether the record changed. A broken GPU stays broken.
+    """
+    needed = (Verdict.NEEDS_RESET, Verdict.NEEDS_REBOOT)
+
+    def recovered(note: GpuNote) -> GpuNote:
+        return replace(note, fault=None) if note.fault and note.fault.verdict in needed else note
+
+    return _change(system, address, recovered)
 
 
 def forget_fault(system: System, address: str) -> bool:
-    """Forget the GPU's last fatal error, and return whether there was one."""
+    """Forget the GPU's worst error, and return whether there was one."""
     return _change(system, address, lambda note: replace(note, fault=None))
 
 
@@ -174,8 +196,10 @@ def _current(found: Seen[dict[str, GpuNote]], system: System) -> dict[str, GpuNo
     current = {}
     for address, note in found.items() if isinstance(found, dict) else ():
         if _device(system, address) == note.device:
-            if note.binding is not None and binding(system, address) != note.binding:
+            if (note.fault or note.lost) and binding(system, address) != note.binding:
                 note = replace(note, binding=None, lost="", fault=None)
+            if note.fault and note.fault.verdict is Verdict.DEGRADED and time.time() - note.fault.last > NORMAL:
+                note = replace(note, fault=None)
             if note.lost or note.fault or note.taint:
                 current[address] = note
     return current

@@ -35,6 +35,7 @@ def gpu_states(
 
 def _state(gpu: Gpu, gpu_facts: GpuFacts) -> GpuStatus:
     fault, tainted = gpu_facts.faults.get(gpu.pci_address), gpu_facts.tainted.get(gpu.pci_address)
+    fault = fault if fault and fault.verdict.fenced else None
     state, reason, message, since = GpuState.HEALTHY, "", "", 0.0
     if gpu.why_lost:
         reason, since = (fault.reason, fault.since) if fault else (str(Reason.GPU_FALLEN_OFF_BUS), 0.0)

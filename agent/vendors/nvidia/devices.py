@@ -20,6 +20,7 @@ from agent.model.facts import (
     PciDevice,
     Seen,
     Unseen,
+    Verdict,
 )
 from agent.model.text import whole_number
 from agent.system.deadlines import read_device_text, read_device_texts
@@ -444,9 +445,10 @@ def parse_xid(text: str) -> GpuError | None:
     address = f"{match['address'].lower()}.0"
     return GpuError(
         address,
-        number,
+        f"Xid{number}",
         f"Xid {number}: {meaning}",
+        Verdict.NEEDS_RESET if fatal else Verdict.HEALTHY,
+        number,
         number in APPLICATION,
         lost=number == OFF_THE_BUS,
-        fault=f"Xid{number}" if fatal else "",
     )
