@@ -11,15 +11,15 @@ from agent.host import detach
 from agent.host.plan.goal import Plan
 from agent.host.reconcile import Reconciler
 from agent.host.vendors import host_vendor
-from agent.host.verify.gpu_states import LOST, gpu_state
-from agent.model.facts import Absent, Broken, Facts, Gpu, Remembered, Unseen
+from agent.host.verify.gpu_states import LOST, gpu_state, health
+from agent.model.facts import Absent, Broken, Facts, Gpu, Remembered, Unseen, Verdict
 from agent.model.paths import PCI_DEVICES
 from agent.model.text import printable
 from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.system.trust import read_seen
 
-HEADINGS = ("ADDRESS", "STATE", "MACHINE", "DRIVER", "PODS", "MODEL", "UUID")
+HEADINGS = ("ADDRESS", "STATE", "HEALTH", "MACHINE", "DRIVER", "PODS", "MODEL", "UUID")
 ATTRIBUTE_LIMIT = 200
 """At most this many characters of an attribute in sysfs are shown."""
 
@@ -34,6 +34,10 @@ class Entry(Struct, frozen=True, rename="camel"):
     driver: str
     """The kernel driver's name, and its version if that is known."""
     state: str
+    health: str
+    """The verdict (docs/conditions.md#gpushealthy)."""
+    health_reason: str
+    health_message: str
     machines: Sequence[str]
     processes: int
     """How many processes have it open."""
@@ -70,9 +74,10 @@ def list_gpus(options: argparse.Namespace, reconciler: Reconciler) -> int:
     for each in entries:
         pods = str(len(each.pods)) if each.users_known else f"{len(each.pods) or ''}?"
         machines = ",".join(each.machines)
-        cells = (each.address, each.state, machines, each.driver, pods, each.model, each.uuid)
+        cells = (each.address, each.state, each.health, machines, each.driver, pods, each.model, each.uuid)
         rows.append(tuple(cell or "-" for cell in cells))
     say(table(rows) if entries else ["no GPU was found" if unknown else "this host has no GPU"])
+    say(f"{each.address} {each.health}: {each.health_message}" for each in entries if each.health_message)
     say(f"unknown: {each}" for each in unknown)
     report_problems(facts)
     return 1 if unknown else 0
@@ -109,6 +114,7 @@ def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
         its_users = [each for each in held.holders if paths & set(each.paths)]
         # Numbers as `lspci -d` takes them.
         numbers = [_attribute(system, gpu, name).removeprefix("0x") for name in ("vendor", "device")]
+        known_health = health(gpu, facts)
         pci_id = f"PCI ID {':'.join(numbers)}" if all(numbers) else ""
         yield Entry(
             address,
@@ -117,6 +123,9 @@ def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
             gpu.uuid or _attribute(system, gpu, "unique_id"),
             " ".join(each for each in (gpu.driver, version) if isinstance(each, str) and each),
             gpu_state(gpu, vendor, machines),
+            str(known_health.verdict),
+            known_health.reason,
+            known_health.message,
             machines,
             len(its_users),
             sorted({each.pod_uid for each in its_users if each.pod_uid}),
@@ -126,7 +135,8 @@ def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
     for each in remembered.gpus if isinstance(remembered, Remembered) else ():
         if each.lost:
             yield Entry(
-                *(each.pci_address, each.vendor, each.model, each.uuid, "", LOST, each.machines, 0, ()),
+                *(each.pci_address, each.vendor, each.model, each.uuid, "", LOST, str(Verdict.UNKNOWN), "", ""),
+                *(each.machines, 0, ()),
                 users_known=not held.unseen,
             )
 

@@ -610,6 +610,12 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     Without this key, the machine counts as not ready only if the host has no GPU and something says that it is meant to
     have one: `gpus`, `mig_config`, `mig_monitor`, `imex_channels` or `sockets` is set, or NVIDIA's driver is installed.
     """
+    min_healthy_gpus: Annotated[int, Range(0, 64)] = 0
+    """How many healthy GPUs the machine needs to be ready. 0: one. GPUs that need a reset or a reboot, or are broken,
+    do not count (docs/conditions.md#gpushealthy).
+
+    Set it if the machine's pods need several GPUs together.
+    """
     driver_wait: Annotated[int, Range(0, 240)] = 120
     """How many seconds the machine's start waits at most for a driver that loads late when the host boots.
 

@@ -59,6 +59,14 @@ class Reason(StrEnum):
     COMPLETE = "Complete"
     RECORD_DAMAGED = "RecordDamaged"
 
+    # GPUsHealthy:
+    HEALTHY = "Healthy"
+    GPU_DEGRADED = "GPUDegraded"
+    GPU_NEEDS_RESET = "GPUNeedsReset"
+    GPU_NEEDS_REBOOT = "GPUNeedsReboot"
+    GPU_BROKEN = "GPUBroken"
+    TOO_FEW_HEALTHY_GPUS = "TooFewHealthyGPUs"
+
     # LibrariesPresent:
     ONLY_STAGED = "OnlyStaged"
     PARTLY_OTHER_VERSION = "PartlyOtherVersion"
@@ -199,6 +207,7 @@ class ConditionType(StrEnum):
     DRIVER_LOADED = "DriverLoaded"
     DEVICES_PRESENT = "DevicesPresent"
     GPUS_COMPLETE = "GPUsComplete"
+    GPUS_HEALTHY = "GPUsHealthy"
     LIBRARIES_PRESENT = "LibrariesPresent"
     FABRIC_READY = "FabricReady"
     PERSISTENCE_MODE = "PersistenceMode"

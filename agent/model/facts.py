@@ -101,6 +101,11 @@ class Verdict(StrEnum):
         return list(Verdict).index(self)
 
     @property
+    def in_words(self) -> str:
+        """How a sentence about the GPU ends."""
+        return {"needs-reset": "needs a reset", "needs-reboot": "needs a reboot of the host"}.get(self, f"is {self}")
+
+    @property
     def fenced(self) -> bool:
         """Whether no new pod should get the GPU."""
         return self.severity > Verdict.DEGRADED.severity

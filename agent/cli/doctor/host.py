@@ -12,6 +12,7 @@ from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_path
 from agent.host.reconcile import MachineOutcome
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.host.vendors import host_vendor
+from agent.host.verify.gpu_states import health
 from agent.model.facts import Absent, Broken, Facts, Unseen
 from agent.model.handoff import DRA
 from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, SERVICE_STATE, STATE, mount_unit
@@ -159,20 +160,17 @@ def _plain_roots(seeing: Seeing) -> Iterator[Finding]:
 
 
 def _gpu_faults(seeing: Seeing) -> Iterator[Finding]:
-    """Yield a finding for each GPU with a fatal error in the kernel log.
-
-    GPUs that stopped answering are left out, because DevicesPresent reports them.
-    """
-    lost = {gpu.pci_address for vendor in seeing.facts.vendors for gpu in vendor.gpus if gpu.why_lost}
-    for address, fault in sorted(seeing.facts.gpus.faults.items()):
-        if address not in lost:
+    """Yield a finding for each unhealthy GPU that no machine has. GPUsHealthy and DevicesPresent report the others."""
+    granted = {gpu for machine in seeing.facts.machines for gpu in machine.kept_gpus}
+    for gpu in (gpu for vendor in seeing.facts.vendors for gpu in vendor.gpus if gpu.pci_address not in granted):
+        found = health(gpu, seeing.facts)
+        if found.verdict.fenced:
             yield Finding(
-                f"GPU {address} has had a fatal error ({fault.reason}): pods cannot rely on it",
-                f"{fault.meaning} (read {rfc3339(fault.since)})",
+                f"GPU {gpu.pci_address} {found.verdict.in_words}: pods could not rely on it",
+                f"{found.message} (since {rfc3339(found.since)})" if found.since else found.message,
                 (
-                    "unbounded-agent gpus holders  # who has it open, and which pods these belong to",
-                    "stop the machines that have it (`unbounded-agent gpus` lists them), and do what the evidence says",
-                    f"unbounded-agent gpus attach {address}  # after a reset: forgets the error",
+                    "unbounded-agent gpus holders  # who has it open",
+                    f"unbounded-agent gpus attach {gpu.pci_address}  # after a reset: forgets the error",
                 ),
             )
 

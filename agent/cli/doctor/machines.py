@@ -117,6 +117,15 @@ REMEDIES: Mapping[str | tuple[ConditionType, str], tuple[str, ...]] = {
     ),
     Reason.GPU_FAILED: (KERNEL_LOG, "unbounded-agent gpus holders", *REBOOT),
     Reason.OPEN_TIMED_OUT: (KERNEL_LOG, *REBOOT),
+    Reason.GPU_NEEDS_RESET: (
+        REBOOT[0],
+        "unbounded-agent gpus holders PCI-ADDRESS  # stop what is still listed",
+        "do what the evidence says; if it names no command: systemctl reboot",
+        "unbounded-agent gpus attach PCI-ADDRESS  # forgets the error; running machines open the GPU again",
+        REBOOT[-1],
+    ),
+    Reason.GPU_NEEDS_REBOOT: REBOOT,
+    Reason.GPU_BROKEN: ("unbounded-agent gpus detach PCI-ADDRESS", "replace the GPU"),
     Reason.GPU_FALLEN_OFF_BUS: (*REBOOT, "# if it happens again: check power, seating and firmware"),
     Reason.GPU_DETACHED: ("unbounded-agent gpus", "unbounded-agent gpus attach PCI-ADDRESS"),
     Reason.GPU_LOST: (
@@ -240,11 +249,12 @@ def remedy(kind: ConditionType, reason: str, *, offers_gpus: bool = False) -> tu
 NOTABLE = {
     *(Reason.RELOAD_NEEDED, Reason.ONLY_STAGED, Reason.PARTLY_OTHER_VERSION, Reason.PLAIN_COPY),
     *(Reason.LAST_GOOD_SETTINGS, Reason.NODE_FILES_CHANGED, Reason.GPU_DETACHED, Reason.DRIVER_HIDDEN),
+    Reason.GPU_DEGRADED,
 }
 """Reasons of True conditions that still call for an action. They are listed, but are not faults."""
 REPLACED: Set[str] = {
     *(ConditionType.DRIVER_LOADED, ConditionType.LIBRARIES_PRESENT, ConditionType.DRIVER_ROOT_STAGED),
-    Reason.GPU_FAILED,
+    *(Reason.GPU_FAILED, Reason.GPU_NEEDS_RESET),
 }
 """Conditions about drivers, and a reason, for which a vendor's own commands replace the general ones. For others, the
 vendor's commands come first, and the general ones follow."""

@@ -2,17 +2,43 @@
 
 from collections.abc import Iterator, Mapping
 
+from msgspec import Struct
 from msgspec.structs import asdict
 
 from agent.host.vendors import host_vendor
 from agent.model.conditions import Reason
 from agent.model.contract import Effect, GpuState, GpuStatus
-from agent.model.facts import Facts, Gpu, GpuFacts, Placement, Remembered, RememberedGpu, Seen, VendorFacts
+from agent.model.facts import Facts, Gpu, Placement, Remembered, RememberedGpu, Seen, VendorFacts, Verdict
 from agent.model.goal import MachineGoal
 from agent.model.text import rfc3339
 
+KERNEL_LOG = "kernel log"
 DETACHING = "Detaching"
 RECOVERY = "after a reset that neither reboots the host nor reloads the driver, run `unbounded-agent gpus attach {}`"
+
+
+class Health(Struct, frozen=True):
+    """What is known of one GPU's health. Of a healthy GPU, only the verdict is set."""
+
+    verdict: Verdict
+    reason: str = ""
+    """One word, such as `Xid79`."""
+    message: str = ""
+    since: float = 0.0
+    """When it was first known, in seconds since the epoch; 0 if the time is unknown."""
+    source: str = ""
+    """Who said so."""
+
+
+def health(gpu: Gpu, facts: Facts) -> Health:
+    """Return the worst that is known of a GPU. What nobody says is never a fault."""
+    if fault := facts.gpus.faults.get(gpu.pci_address):
+        return Health(fault.verdict, fault.reason, fault.meaning, fault.since, KERNEL_LOG)
+    if gpu.why_lost:
+        return Health(Verdict.NEEDS_REBOOT, str(Reason.GPU_FALLEN_OFF_BUS), gpu.why_lost, source=KERNEL_LOG)
+    if not gpu.driver:
+        return Health(Verdict.UNKNOWN, str(Reason.NO_DRIVER), "it has no kernel driver")
+    return Health(Verdict.HEALTHY)
 
 
 def gpu_states(
@@ -24,7 +50,7 @@ def gpu_states(
     """
     present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
     addresses = {address for grant in goal.grants for address in (*grant.gpus, *grant.detached)}
-    states = [_state(present[address], facts.gpus) for address in addresses if address in present]
+    states = [_state(present[address], facts) for address in addresses if address in present]
     for gpu in remembered.gpus if isinstance(remembered, Remembered) else ():
         if gpu.lost and goal.name in gpu.machines:
             why = f"it left the PCI bus at {rfc3339(gpu.lost)} without `unbounded-agent gpus detach`"
@@ -33,18 +59,14 @@ def gpu_states(
     return tuple(sorted(each._replace(shared=shared) for each in states))
 
 
-def _state(gpu: Gpu, gpu_facts: GpuFacts) -> GpuStatus:
-    fault, tainted = gpu_facts.faults.get(gpu.pci_address), gpu_facts.tainted.get(gpu.pci_address)
-    fault = fault if fault and fault.verdict.fenced else None
+def _state(gpu: Gpu, facts: Facts) -> GpuStatus:
+    found, tainted = health(gpu, facts), facts.gpus.tainted.get(gpu.pci_address)
     state, reason, message, since = GpuState.HEALTHY, "", "", 0.0
-    if gpu.why_lost:
-        reason, since = (fault.reason, fault.since) if fault else (str(Reason.GPU_FALLEN_OFF_BUS), 0.0)
-        state, message = GpuState.LOST, gpu.why_lost
-    elif not gpu.driver:
-        state, reason, message = GpuState.UNHEALTHY, str(Reason.NO_DRIVER), "it has no kernel driver"
-    elif fault:
-        message = f"{fault.meaning}; {RECOVERY.format(gpu.pci_address)}"
-        state, reason, since = GpuState.UNHEALTHY, fault.reason, fault.since
+    if gpu.why_lost or not gpu.driver or found.verdict.fenced:
+        state = GpuState.LOST if gpu.why_lost else GpuState.UNHEALTHY
+        reason, message, since = found.reason, found.message, found.since
+        if state is GpuState.UNHEALTHY and found.verdict.fenced:
+            message = f"{message}; {RECOVERY.format(gpu.pci_address)}"
     # Pods stay on a GPU that has failed: they are evicted only if an administrator detaches the GPU.
     effect = Effect.NONE if state is GpuState.HEALTHY else Effect.NO_SCHEDULE
     if tainted is not None:
@@ -52,9 +74,9 @@ def _state(gpu: Gpu, gpu_facts: GpuFacts) -> GpuStatus:
         if state is GpuState.HEALTHY:
             state, reason, since = GpuState.DRAINING, DETACHING, tainted.since
             message = "an administrator ran `unbounded-agent gpus detach` for it"
-    place = gpu_facts.placements.get(gpu.pci_address) or Placement()
-    found = (state, reason, message, effect, int(since), gpu.driver, place.numa_node, place.pcie_root)
-    return GpuStatus(gpu.pci_address, gpu.vendor, *found)
+    place = facts.gpus.placements.get(gpu.pci_address) or Placement()
+    where = (effect, int(since), gpu.driver, place.numa_node, place.pcie_root)
+    return GpuStatus(gpu.pci_address, gpu.vendor, state, reason, message, *where)
 
 
 LOST = "lost"

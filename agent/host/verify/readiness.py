@@ -11,6 +11,7 @@ from msgspec import Struct
 from agent.config.settings import MachineSettings
 from agent.host.vendors import host_vendor
 from agent.host.verify.answers import MACHINE_SAYS, STALE_AFTER, answers, why_unanswered
+from agent.host.verify.gpu_states import health
 from agent.model.conditions import (
     Condition,
     ConditionType,
@@ -24,11 +25,11 @@ from agent.model.conditions import (
     with_transitions,
     worst,
 )
-from agent.model.facts import Absent, Broken, Facts, MachineFacts, Remembered, RememberedGpu, Seen, Unseen
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Remembered, RememberedGpu, Seen, Unseen, Verdict
 from agent.model.goal import MachineGoal
 from agent.model.handoff import FabricAnswer, Report, with_remark
 from agent.model.paths import driver_root, machine_unit, mount_unit
-from agent.model.text import first_of, restart_command, rfc3339
+from agent.model.text import counted, first_of, restart_command, rfc3339
 from agent.vendors.host_vendor import FabricReport
 
 PLAIN_ADVICE = (
@@ -46,6 +47,13 @@ IF_CONFIGURED = {
     ConditionType.NODE_CONDITION_SET: "node_condition",
 }
 """Conditions that the machine half reports only if a key of the machine's settings is set, each with that key."""
+VERDICTS = {
+    Verdict.BROKEN: Reason.GPU_BROKEN,
+    Verdict.NEEDS_REBOOT: Reason.GPU_NEEDS_REBOOT,
+    Verdict.NEEDS_RESET: Reason.GPU_NEEDS_RESET,
+    Verdict.DEGRADED: Reason.GPU_DEGRADED,
+}
+"""The reason of GPUsHealthy for each verdict that calls for an action, the worst first."""
 NAMED = 3
 """How many changed files, or unknown conditions, a message names; it counts the others."""
 WINDOW = 600.0
@@ -144,6 +152,8 @@ def _extras(settings: MachineSettings, goal: MachineGoal) -> tuple[ConditionType
 def _with_goal(kind: ConditionType, case: Case, goal: MachineGoal) -> Condition:
     if kind in FROM_VENDORS:
         return _of_vendors(kind, case, goal)
+    if kind is ConditionType.GPUS_HEALTHY:
+        return _gpus_healthy(case)
     if kind is ConditionType.DRIVER_ROOT_STAGED:
         served = tuple(gpu for grant in goal.grants if grant.driver_files for gpu in grant.gpus)
         return _of_gpus(_driver_root_staged(goal, case.facts), served)
@@ -277,6 +287,25 @@ def _of_gpus(condition: Condition, gpus: tuple[str, ...]) -> Condition:
     if condition.status is not Status.FALSE or not condition.needed_for_ready:
         return condition
     return condition if condition.reason == Reason.GPU_NOT_FOUND else condition._replace(gpus=gpus)
+
+
+def _gpus_healthy(case: Case) -> Condition:
+    """Return GPUsHealthy. It is about the granted GPUs: GPUsComplete is about those that are gone."""
+    kind, minimum = ConditionType.GPUS_HEALTHY, case.settings.min_healthy_gpus
+    gpus = [gpu for vendor in case.facts.vendors for gpu in vendor.gpus if gpu.pci_address in case.gpus]
+    known = [(gpu.pci_address, health(gpu, case.facts)) for gpu in gpus]
+    bad = [(verdict, gpu, each) for verdict in VERDICTS for gpu, each in known if each.verdict is verdict]
+    message = "; ".join(f"{gpu} {verdict.in_words}: {each.message}" for verdict, gpu, each in bad)
+    fenced = [gpu for verdict, gpu, _ in bad if verdict.fenced]
+    left = len(case.gpus) - len(fenced)
+    if left < minimum:
+        few = f"{counted(left, 'healthy GPU')}, but min_healthy_gpus is {minimum}"
+        return false(kind, Reason.TOO_FEW_HEALTHY_GPUS, f"{few}; {message}" if message else few)
+    if fenced:
+        return false(kind, VERDICTS[bad[0][0]], message, fenced)
+    if bad:
+        return true(kind, Reason.GPU_DEGRADED, message)
+    return true(kind, Reason.HEALTHY, f"no fault is known of {counted(len(case.gpus), 'GPU')}")
 
 
 def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:

@@ -86,6 +86,7 @@ FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
         ENABLE_FABRIC_MANAGER,
         SHOW_FABRIC_LOG,
     ),
+    (ConditionType.GPUS_HEALTHY, Reason.GPU_NEEDS_RESET): RESET,
     (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED): RESET,
     (ConditionType.CDI_SPEC_CURRENT, Reason.PARTITION_MISSING): (
         "nvidia-smi -L  # is the instance that is named above listed? If not, destroy it and create it again",

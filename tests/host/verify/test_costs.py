@@ -1,12 +1,15 @@
 """What a fault costs: one bad GPU costs that GPU, and a host whose GPUs are all dead is no host without GPUs."""
 
+import time
 from collections.abc import Callable
 
 import pytest
 
 from agent.cli.output import causes
 from agent.host.reconcile import MachineOutcome, Reconciler
+from agent.host.state.gpus import forget_fault, observe_gpus, record_fault, record_recovered
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false
+from agent.model.facts import GpuFault, Verdict
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import Host
 from tests.fakes.sound_host import ALL_OPEN, make_sound, report, start
@@ -134,3 +137,66 @@ def test_a_machine_without_gpus_that_does_not_run_is_not_called_running(gpu_host
     for state, status in (("active", Status.TRUE), ("failed", Status.FALSE), ("activating", Status.UNKNOWN)):
         units(gpu_host, state)
         assert evaluate(reconciler(gpu_host)).condition(ConditionType.MACHINE_RUNNING).status is status
+
+
+# ---- verdicts
+
+
+def bad(host: Host, address: str, verdict: Verdict, since: float | None = None) -> None:
+    at = time.time() if since is None else since
+    if host.link_inode(f"/sys/bus/pci/devices/{address}") is None:
+        host.symlink(f"/sys/bus/pci/devices/{address}", f"../../../devices/pci0000:00/{address}")
+    assert record_fault(host, address, GpuFault("Xid48", "Xid 48: simulated", at, verdict, at))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reason", "words"),
+    [
+        (Verdict.NEEDS_RESET, "GPUNeedsReset", "needs a reset"),
+        (Verdict.NEEDS_REBOOT, "GPUNeedsReboot", "needs a reboot of the host"),
+        (Verdict.BROKEN, "GPUBroken", "is broken"),
+    ],
+)
+def test_a_gpu_that_pods_cannot_rely_on_costs_itself(running: Host, verdict: Verdict, reason: str, words: str) -> None:
+    bad(running, SECOND, verdict)
+    machine = evaluate(reconciler(running))
+    found = machine.condition(ConditionType.GPUS_HEALTHY)
+    assert (found.status, found.reason, found.gpus) == (Status.FALSE, reason, (SECOND,))
+    assert found.message == f"{SECOND} {words}: Xid 48: simulated"
+    assert ready(machine) == SOME
+    bad(running, FIRST, Verdict.NEEDS_RESET)
+    assert ready(evaluate(reconciler(running))) == (Status.FALSE, reason)
+
+
+def test_a_machine_that_needs_all_its_gpus_is_not_ready_without_one(running: Host) -> None:
+    agent = reconciler(running, min_healthy_gpus=2)
+    assert ready(evaluate(agent)) == (Status.TRUE, "AllConditionsTrue")
+    bad(running, SECOND, Verdict.NEEDS_RESET)
+    machine = evaluate(agent)
+    assert ready(machine) == (Status.FALSE, "TooFewHealthyGPUs")
+    assert "1 healthy GPU, but min_healthy_gpus is 2" in machine.ready.message
+    assert SECOND in machine.ready.message
+
+
+def test_a_degraded_gpu_serves_and_is_healthy_again_after_a_normal_time(running: Host) -> None:
+    bad(running, SECOND, Verdict.DEGRADED)
+    machine = evaluate(reconciler(running))
+    found = machine.condition(ConditionType.GPUS_HEALTHY)
+    assert (found.status, found.reason) == (Status.TRUE, "GPUDegraded")
+    assert ready(machine) == (Status.TRUE, "AllConditionsTrue")
+    # An hour ago, the same error says nothing any more.
+    forget_fault(running, SECOND)
+    bad(running, SECOND, Verdict.DEGRADED, time.time() - 3600)
+    assert evaluate(reconciler(running)).condition(ConditionType.GPUS_HEALTHY).reason == "Healthy"
+
+
+def test_only_what_the_driver_takes_back_ends_a_verdict(running: Host) -> None:
+    """A worse error counts, a lesser one does not, and time alone ends nothing that needs an action."""
+    bad(running, FIRST, Verdict.NEEDS_RESET, since=1000.0)
+    assert not record_fault(running, FIRST, GpuFault("Xid63", "", 2000.0, Verdict.DEGRADED, 2000.0))
+    assert observe_gpus(running).faults[FIRST].reason == "Xid48"
+    assert record_recovered(running, FIRST)
+    assert not observe_gpus(running).faults
+    bad(running, FIRST, Verdict.BROKEN, since=1000.0)
+    assert not record_recovered(running, FIRST)
+    assert observe_gpus(running).faults[FIRST].verdict is Verdict.BROKEN
