@@ -181,6 +181,35 @@ class GpuError(Struct, frozen=True):
     """It is no error: the driver says that a GPU no longer needs a reset or a reboot."""
 
 
+REBIND = (
+    "end the programs that use it, run `echo {0} > /sys/bus/pci/devices/{0}/driver/unbind`, then "
+    "`echo {0} > /sys/bus/pci/drivers_probe`"
+)
+REBOOT = "drain the node and reboot the host; if this recurs, see `dmesg`"
+WEDGED: Mapping[str, tuple[Verdict, str]] = {
+    "none": (Verdict.HEALTHY, "a program stopped the GPU, and the driver has reset it"),
+    "rebind": (Verdict.NEEDS_RESET, f"the driver has given up the GPU; to bind it again, {REBIND}"),
+    "bus-reset": (
+        Verdict.NEEDS_RESET,
+        "the driver has given up the GPU; to find it on its bus again, run `unbounded-agent gpus detach {0}`, "
+        "`echo 1 > /sys/bus/pci/devices/{0}/remove`, then `echo 1 > /sys/bus/pci/rescan`",
+    ),
+    # xe asks for this when the GPU needs new firmware (xe_survivability_mode.c).
+    "vendor-specific": (Verdict.BROKEN, "the GPU needs a procedure of its vendor, such as new firmware; see `dmesg`"),
+    "cold-reset": (Verdict.NEEDS_REBOOT, "the driver has given up the GPU; drain the node, and power it off and on"),
+    "unknown": (Verdict.NEEDS_REBOOT, f"the driver has given up the GPU, and knows no remedy; {REBOOT}"),
+}
+"""What a driver asks for in a uevent `WEDGED=` (Documentation/gpu/drm-uapi.rst in the kernel, since 6.15): the verdict,
+and what to do. `{0}` stands for the GPU's address."""
+
+
+def wedged(pci_address: str, methods: str) -> GpuError:
+    """Return the error that a driver reports in a uevent with `WEDGED=methods`, of which the first is the mildest."""
+    verdict, meaning = WEDGED.get(methods.partition(",")[0], WEDGED["unknown"])
+    recovered = verdict is Verdict.HEALTHY
+    return GpuError(pci_address, "Wedged", meaning.format(pci_address), verdict, from_application=recovered)
+
+
 class HostVendor(Struct, frozen=True, kw_only=True):
     """One vendor on the host. A vendor that lacks a feature keeps the default of that feature."""
 

@@ -1,4 +1,4 @@
-"""Follows GPU errors in the kernel log: counts and logs them, and records what they say of GPUs' health."""
+"""Follows GPU errors, most of them in the kernel log: counts, logs and records them."""
 
 import logging
 import select
@@ -103,6 +103,10 @@ class GpuErrors:
         self._read()
         return self._record() or recorded
 
+    def receive(self, error: GpuError) -> None:
+        """Take an error that the kernel has just reported in another way. The next `needs_pass` records it."""
+        self._handle(error, 1, behind=False)
+
     def save_position(self, addresses: Iterable[str]) -> None:
         """Record how far the log was read, for the next start. `addresses` are the host's GPUs. Raises OSError."""
         if self._sequence is None or self._unrecorded:
@@ -142,11 +146,7 @@ class GpuErrors:
         # If many log records have the same error, check and log the error once.
         found = (vendor.parse_kernel_message(text) for text in texts for vendor in HOST_VENDORS)
         for each, count in Counter(each for each in found if each).items():
-            # Errors at an address where no GPU is, or had an earlier error, are ignored. This limits the number of
-            # series of unbounded_agent_gpu_xid_errors_total, because a host has few slots.
-            address = each.pci_address
-            if address in self.last or read_seen(self._system.exists, f"{PCI_DEVICES}/{address}") is True:
-                self._handle(each, count, behind)
+            self._handle(each, count, behind)
 
     def _handle(self, error: GpuError, count: int, behind: bool) -> None:
         """Count and log an error. If it says something of the GPU's health, note it for `_record`.
@@ -155,7 +155,11 @@ class GpuErrors:
         to a driver again. So the error is recorded only if the binding is still the one that was saved with the
         position.
         """
+        # Errors at an address where no GPU is, or had an earlier error, are ignored. This limits the number of series
+        # of unbounded_agent_gpu_xid_errors_total, because a host has few slots.
         address = error.pci_address
+        if address not in self.last and read_seen(self._system.exists, f"{PCI_DEVICES}/{address}") is not True:
+            return
         if error.number is not None:
             self._counted(address, error.number, count)
         self.last[address] = f"{error.meaning} (read at {rfc3339(time.time())})"
