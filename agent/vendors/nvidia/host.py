@@ -17,7 +17,7 @@ from agent.vendors.nvidia.devices import (
     misbound_gpus,
     observe_devices,
     observe_gpus,
-    parse_xid,
+    parse_kernel_message,
 )
 from agent.vendors.nvidia.driver import (
     MODULE_NAMES,
@@ -225,5 +225,5 @@ NVIDIA = HostVendor(
     cluster_findings=cluster_findings,
     node_labels=node_labels,
     release_advice=release_advice,
-    parse_kernel_message=parse_xid,
+    parse_kernel_message=parse_kernel_message,
 )
