@@ -12,7 +12,19 @@ from msgspec import Struct, field
 from agent.config.settings import DriverSettings, MachineSettings
 from agent.model.conditions import Condition, ConditionType, Reason, false, unknown
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.facts import Absent, Broken, CacheEntry, DrmDevice, Gpu, PciDevice, Seen, Unseen, VendorFacts, Verdict
+from agent.model.facts import (
+    Absent,
+    Broken,
+    CacheEntry,
+    DrmDevice,
+    Gpu,
+    GpuFault,
+    PciDevice,
+    Seen,
+    Unseen,
+    VendorFacts,
+    Verdict,
+)
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import FabricAnswer
 from agent.model.text import whole_number
@@ -133,6 +145,8 @@ class Sources(Struct, frozen=True):
     """Returns when one of these units last became active, in microseconds since the host booted; 0 if it has not."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """What the kernel log said about each GPU that stopped answering, by PCI address. sysfs still lists such a GPU."""
+    faults: Mapping[str, GpuFault] = field(default_factory=dict)
+    """The worst error of each GPU in the kernel log, by PCI address."""
     detached: frozenset[str] = frozenset()
     """PCI addresses of detached GPUs."""
     driver: DriverSettings = field(default_factory=DriverSettings)
@@ -177,6 +191,8 @@ class GpuError(Struct, frozen=True):
     """Whether a program caused the error."""
     lost: bool = False
     """Whether the error means that the GPU stopped answering."""
+    refused: bool = False
+    """Whether the error means that the driver did not take the GPU, so that no driver is bound to it."""
     recovered: bool = False
     """It is no error: the driver says that a GPU no longer needs a reset or a reboot."""
 
@@ -297,8 +313,12 @@ def faulty_gpus(
     missing = [address for address in grant.gpus if address not in {*unbound, *lost, *with_node}]
     faults = []
     if unbound:
-        message = f"no driver is bound to {', '.join(unbound)}; {driver_advice(unbound)}"
-        faults.append(false(KIND, Reason.GPU_WITHOUT_DRIVER, message, unbound))
+        why = {gpu.pci_address: gpu.why_unbound for gpu in facts.gpus if gpu.why_unbound and gpu.pci_address in unbound}
+        sentences = [f"no driver is bound to {address}: {reason}" for address, reason in why.items()]
+        # Where the kernel log says why, another attempt would fail the same way.
+        if others := tuple(address for address in unbound if address not in why):
+            sentences.append(f"no driver is bound to {', '.join(others)}; {driver_advice(others)}")
+        faults.append(false(KIND, Reason.GPU_WITHOUT_DRIVER, "; ".join(sentences), unbound))
     if lost:
         sentences = [f"{address}: {why}" for address, why in lost.items()]
         faults.append(false(KIND, Reason.GPU_FALLEN_OFF_BUS, "; ".join(sentences), lost))

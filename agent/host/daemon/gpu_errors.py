@@ -68,7 +68,8 @@ class GpuErrors:
         """The position that was last saved, or was to be saved. If it could not be written, `_unsaved` is True."""
         self._sequence = self._position.sequence if self._position else None
         """Number of the last log record that was read. At the first start after a boot of the host, this is None until
-        the records that exist are skipped: it is unknown to which drivers the GPUs were bound when they were written.
+        the records that exist are read. It is unknown to which drivers the GPUs were bound when they were written, so
+        only those count that say why a GPU has no driver.
         """
 
     def open(self) -> None:
@@ -80,8 +81,8 @@ class GpuErrors:
                 raise self._failed(error) from error
             self.error = ""
             if self._sequence is None:
-                # The first read skips the records that exist already. So read now: a first read in the first pass would
-                # also skip the records that are written until then.
+                # Most of the records that exist already do not count. So read now: in the first pass, the records that
+                # are written until then would not count either.
                 self._read()
 
     def close(self) -> None:
@@ -132,13 +133,13 @@ class GpuErrors:
         self.open()
         if self._log is None:
             return
-        overruns, behind = self._log.overruns, self._log.behind
+        overruns, behind, first = self._log.overruns, self._log.behind, self._sequence is None
         try:
             texts = self._log.read()
         except OSError as error:
             raise self._failed(error) from error
-        # At the first start after a boot, `_sequence` stays None until all old records are skipped. Otherwise, if a
-        # restart interrupted the skipping, the service would read the remaining old records as new ones.
+        # At the first start after a boot, `_sequence` stays None until all old records are read. Otherwise, after a
+        # restart in between, the service would take the remaining old records for new ones.
         if self._sequence is not None or not self._log.behind:
             self._sequence = self._log.sequence
         if self._log.overruns > overruns:
@@ -146,7 +147,12 @@ class GpuErrors:
         # If many log records have the same error, check and log the error once.
         found = (vendor.parse_kernel_message(text) for text in texts for vendor in HOST_VENDORS)
         for each, count in Counter(each for each in found if each).items():
-            self._handle(each, count, behind)
+            if not first or self._explains(each):
+                self._handle(each, count, behind)
+
+    def _explains(self, error: GpuError) -> bool:
+        """Return whether an error from before the first start is why the GPU has no driver now."""
+        return error.refused and read_seen(self._system.exists, f"{PCI_DEVICES}/{error.pci_address}/driver") is False
 
     def _handle(self, error: GpuError, count: int, behind: bool) -> None:
         """Count and log an error. If it says something of the GPU's health, note it for `_record`.

@@ -129,6 +129,8 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
             return (INSTALL_PERSISTENCE, *FIXED[kind, reason][1:])
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
             return _unbind_other_drivers(facts)
+        case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if any(gpu.why_unbound for gpu in facts.gpus):
+            return (DRIVER_LOG,)
         case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
             # Not for all GPUs without a driver: some may be so on purpose. The condition names the granted ones.
             return (_bind("PCI-ADDRESS"), DRIVER_LOG)
@@ -256,8 +258,11 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
         return false(kind, Reason.WRONG_DRIVER, f"the GPUs have kernel driver {names}; {DOCTOR_KNOWS}")
     library = driver.user_space.version
     state = f"libraries {library} are installed, but the" if isinstance(library, str) else "the"
-    what = f"{state} kernel module nvidia is not loaded; run `{LOAD}`; if that fails, {DOCTOR_KNOWS}"
-    return false(kind, Reason.MODULE_NOT_LOADED, what)
+    what = f"{state} kernel module nvidia is not loaded"
+    if why := "; ".join(f"{gpu.pci_address}: {gpu.why_unbound}" for gpu in facts.gpus if gpu.why_unbound):
+        # The module does not stay loaded if it can take no GPU.
+        return false(kind, Reason.MODULE_NOT_LOADED, f"{what}; {why}; then run `{LOAD}`")
+    return false(kind, Reason.MODULE_NOT_LOADED, f"{what}; run `{LOAD}`; if that fails, {DOCTOR_KNOWS}")
 
 
 def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condition:

@@ -18,6 +18,7 @@ from agent.model.facts import (
     DeviceNode,
     DrmDevice,
     Gpu,
+    GpuFault,
     IncompletePartition,
     PciDevice,
     Seen,
@@ -86,6 +87,7 @@ def observe_gpus(
     system: System,
     pci: Seen[tuple[PciDevice, ...]],
     lost: Mapping[str, str] = MappingProxyType({}),
+    faults: Mapping[str, GpuFault] = MappingProxyType({}),
     detached: Set[str] = frozenset(),
 ) -> GpuList:
     """Return the GPUs on the PCI bus; if the bus could not be listed, the GPUs that the driver lists."""
@@ -116,8 +118,9 @@ def observe_gpus(
         each = known.get(address, Information())
         modules = None if device.driver in ("", KERNEL_DRIVER) else _modules(system, device.driver)
         why_lost, is_detached = lost.get(address, ""), address in detached
+        why_unbound = faults[address].meaning if address in faults and not device.driver else ""
         states = (why_lost, is_detached, each.excluded, device.override, device.virtual, device.integrated, modules)
-        gpus.append(Gpu(address, "nvidia", device.driver, each.model, each.uuid, each.minor, *states))
+        gpus.append(Gpu(address, "nvidia", device.driver, each.model, each.uuid, each.minor, *states, why_unbound))
     excluded = sorted(address for address, each in known.items() if each.excluded)
     problems += [f"GPU {address} is excluded by a parameter of the kernel module nvidia" for address in excluded]
     return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))
@@ -528,6 +531,8 @@ class Line(Struct, frozen=True):
     verdict: Verdict
     meaning: str
     lost: bool = False
+    refused: bool = False
+    """Those two as in GpuError."""
 
 
 _INSTALLED = (
@@ -559,26 +564,35 @@ LINES = (
         Verdict.BROKEN,
         "the GPU needs NVIDIA's open kernel modules; install them instead of the proprietary ones",
     ),
-    # After each of the following, no driver is bound (rm_is_supported_device in osapi.c, nv_pci_probe in nv-pci.c).
+    # The following are from probes that fail (rm_is_supported_device in osapi.c, nv_pci_probe in nv-pci.c).
     Line(
         re.compile(_INSTALLED + r"has fallen off the bus"),
         "FallenOffBus",
         Verdict.NEEDS_REBOOT,
         "the GPU did not answer the driver; power the host off and on; if this recurs, check power and seating",
+        refused=True,
     ),
     Line(
         re.compile(_INSTALLED + r"is not supported by open nvidia\.ko"),
         "NeedsProprietaryDriver",
         Verdict.BROKEN,
         "NVIDIA's open kernel modules do not support the GPU; install the proprietary ones",
+        refused=True,
     ),
     Line(
         re.compile(_INSTALLED + r"is not supported by the .{0,40}\bdriver release"),
         "UnsupportedGPU",
         Verdict.BROKEN,
         _UNSUPPORTED,
+        refused=True,
     ),
-    Line(re.compile(rf"NVRM: ignoring the legacy GPU {ADDRESS}"), "UnsupportedGPU", Verdict.BROKEN, _UNSUPPORTED),
+    Line(
+        re.compile(rf"NVRM: ignoring the legacy GPU {ADDRESS}"),
+        "UnsupportedGPU",
+        Verdict.BROKEN,
+        _UNSUPPORTED,
+        refused=True,
+    ),
     Line(
         re.compile(
             r"NVRM: This PCI I/O region assigned to your NVIDIA device is invalid: BAR[0-9] is [0-9]+M @ 0x[0-9a-f]+ "
@@ -587,6 +601,7 @@ LINES = (
         "InvalidRegion",
         Verdict.BROKEN,
         "the firmware gave the GPU no usable memory region; enable decoding above 4 GB in the BIOS, or update it",
+        refused=True,
     ),
     # The kernel's own words, the second ones since Linux 6.9 (really_probe in drivers/base/dd.c). They follow those of
     # the driver, so they must not count as worse.
@@ -595,6 +610,7 @@ LINES = (
         "ProbeFailed",
         Verdict.NEEDS_RESET,
         "the driver could not take the GPU; the lines before this one in `dmesg` say why",
+        refused=True,
     ),
 )
 """The lines without a number. An error that is in several lines has its verdict from the worst."""
@@ -630,5 +646,7 @@ def parse_kernel_message(text: str) -> GpuError | None:
     text = text.replace("\\x0aNVRM: ", " ")
     for line in LINES:
         if match := line.pattern.match(text):
-            return GpuError(match["address"].lower(), line.reason, line.meaning, line.verdict, lost=line.lost)
+            return GpuError(
+                match["address"].lower(), line.reason, line.meaning, line.verdict, lost=line.lost, refused=line.refused
+            )
     return None

@@ -107,6 +107,11 @@ class Site:
             link.rename(link.with_name("before"))
         self.host.symlink(f"/sys/bus/pci/devices/{address}/driver", "../../../../bus/pci/drivers/nvidia")
 
+    def unbind(self, address: str) -> None:
+        """Let the kernel take a GPU's driver away."""
+        Path(self.host.root, f"sys/bus/pci/devices/{address}/driver").unlink()
+        self.host.rebind(address, "")
+
     def interrupted(self, found: GpuErrors, how: str) -> GpuErrors:
         """Let the log be lost, or the service start again; return what follows the log from then on."""
         if how == "lost":
@@ -156,8 +161,10 @@ def test_only_the_kernels_own_records_count(record: bytes, number: int | None, t
     assert parse_record(record) == (number, text)
 
 
-@pytest.mark.parametrize(("after", "texts"), [(None, ()), (0, ("one", "three")), (1, ("three",)), (3, ()), (99, ())])
-def test_a_log_is_read_from_its_end_or_from_a_record(after: int | None, texts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("after", "texts"), [(None, ("one", "three")), (0, ("one", "three")), (1, ("three",)), (3, ()), (99, ())]
+)
+def test_a_log_is_read_from_its_start_or_from_a_record(after: int | None, texts: tuple[str, ...]) -> None:
     """Records of user space have numbers too. An impossible number is forgotten once everything is read."""
     records = Log()
     for text, priority in (("one", 3), ("two", 11), ("three", 3)):
@@ -173,22 +180,18 @@ def test_a_log_is_read_from_its_end_or_from_a_record(after: int | None, texts: t
 
 def test_overwritten_records_are_counted_and_reading_goes_on(site: Site) -> None:
     found = site.log.open("", None)
-    site.log.failing = [errno.EPIPE]
-    found.read()
-    assert found.overruns == 0, "of what was only passed over, nothing was missed"
     site.log.failing = [errno.EPIPE, errno.EPIPE]
     site.log.write("after")
-    assert found.read() == ("after",)
+    assert found.read() == ("Linux version", "after")
     assert found.overruns == 2
     found.close()
 
 
 def test_a_kernel_that_writes_without_end_does_not_hold_up_the_reader() -> None:
     numbers = itertools.count(1)
-    for after, given in ((0, BURST), (None, 0)):
-        found = KernelLog(os.open("/dev/null", os.O_RDONLY), lambda *_: b"3,%d,2,-;again\n" % next(numbers), after)
-        assert (len(found.read()), found.behind) == (given, True)
-        found.close()
+    found = KernelLog(os.open("/dev/null", os.O_RDONLY), lambda *_: b"3,%d,2,-;again\n" % next(numbers))
+    assert (len(found.read()), found.behind) == (BURST, True)
+    found.close()
 
 
 # ---- what is made of them
@@ -246,6 +249,44 @@ def test_an_error_with_a_verdict_is_recorded_once_and_causes_a_pass(
     assert recorded == ({SECOND: (f"Xid{number}", verdict)} if verdict else {})
     site.rebind(SECOND)
     assert site.faults() == {}
+
+
+PROBE_FAILED = f"nvidia: probe of {SECOND} failed with error -1"
+UNSUPPORTED = (
+    f"NVRM: The NVIDIA GPU {SECOND} (PCI ID: 10de:1db5)\\x0aNVRM: installed in this system is not supported by open"
+    "\\x0aNVRM: nvidia.ko because it does not include the required GPU\\x0aNVRM: System Processor (GSP)."
+)
+
+
+@pytest.mark.parametrize("written", ["at boot", "while it runs", "while it is down"])
+def test_why_a_gpu_has_no_driver_is_recorded_until_it_gets_one(site: Site, written: str) -> None:
+    """The lines come when the driver is loaded, mostly before the service starts."""
+    site.unbind(SECOND)
+    if written == "while it is down":
+        site.first_run()
+    found = site.start() if written == "while it runs" else None
+    for text in (UNSUPPORTED, PROBE_FAILED):
+        site.log.write(text)
+    counted = site.counted.copy()
+    found = found or site.start()
+    assert [found.needs_pass(), found.needs_pass()] == [True, False]
+    fault = site.faults()[SECOND]
+    assert (fault.reason, fault.verdict) == ("NeedsProprietaryDriver", Verdict.BROKEN), "the worst"
+    assert site.counted == counted, "only Xids are counted"
+    condition = devices_present(reconciler(site.host).run_pass())
+    assert condition.reason == "GPUWithoutDriver"
+    assert condition.message == f"no driver is bound to {SECOND}: {fault.meaning}", "to bind it would fail again"
+    site.rebind(SECOND)
+    assert SECOND not in site.faults()
+
+
+def test_other_errors_from_before_the_first_start_do_not_count(site: Site) -> None:
+    """A driver that has the GPU may have been loaded again since then, and one that wrote a Xid had the GPU."""
+    site.unbind(SECOND)
+    site.log.write(f"NVRM: GPU {FIRST}: RmInitAdapter failed! (0x62:0x65:1792)")
+    site.log.write("NVRM: Xid (PCI:0000:02:00): 48, x")
+    found = site.start()
+    assert (found.needs_pass(), site.faults(), found.last, site.counted) == (False, {}, {}, {})
 
 
 SWITCH = "0000:c1:00.0"
