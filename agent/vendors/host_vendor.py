@@ -178,7 +178,7 @@ class GpuError(Struct, frozen=True):
     lost: bool = False
     """Whether the error means that the GPU stopped answering."""
     recovered: bool = False
-    """It is no error: the driver says that a GPU which needed a reset or a reboot needs nothing any more."""
+    """It is no error: the driver says that a GPU no longer needs a reset or a reboot."""
 
 
 class OwnWord(Struct, frozen=True):

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from agent.host.state.gpus import record_fault
 from agent.model.conditions import ConditionType, Reason, Status, false
+from agent.model.facts import GpuFault, Verdict
 from agent.model.handoff import FabricAnswer
 from agent.model.paths import REPORT_NAME, report_directory
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler
@@ -36,6 +38,13 @@ def node_of_an_earlier_module(host: Host) -> None:
 def gpu_leaves_the_bus(host: Host) -> None:
     """Its node stays in /dev."""
     host.unplug(SECOND)
+
+
+def gpu_has_failed(host: Host) -> None:
+    """It is on the bus, has its driver and its node, and the node opened when it was asked."""
+    fault = GpuFault("Xid48", "Xid 48: simulated", 1000.0, Verdict.NEEDS_RESET, 1000.0)
+    host.symlink(f"/sys/bus/pci/devices/{SECOND}", f"../../../devices/pci0000:00/{SECOND}")
+    assert record_fault(host, SECOND, fault)
 
 
 def listed_file_is_gone(host: Host) -> None:
@@ -73,6 +82,7 @@ ON_THE_HOST: Mapping[ConditionType, Callable[[Host], None]] = {
     KIND.DRIVER_LOADED: module_is_unloaded,
     KIND.DEVICES_PRESENT: node_of_an_earlier_module,
     KIND.GPUS_COMPLETE: gpu_leaves_the_bus,
+    KIND.GPUS_HEALTHY: gpu_has_failed,
     KIND.LIBRARIES_PRESENT: listed_file_is_gone,
     KIND.FABRIC_READY: gpus_do_not_register,
     KIND.DRIVER_ROOT_STAGED: driver_root_is_not_mounted,

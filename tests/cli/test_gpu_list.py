@@ -10,8 +10,9 @@ from agent.cli.parser import make_parser
 from agent.config.settings import Config
 from agent.host.detach import holders
 from agent.host.reconcile import Reconciler
+from agent.host.state.gpus import record_fault
 from agent.model.errors import ConfigError
-from agent.model.facts import PciDevice, Unseen
+from agent.model.facts import GpuFault, PciDevice, Unseen, Verdict
 from agent.model.paths import granted_file
 from agent.system.processes import Held, Holder
 from tests.fakes.command import Capture, command
@@ -50,10 +51,10 @@ def test_the_table_and_the_document(gpu_host: Host, held: list[Held], capsys: Ca
     holder = Holder(7, (), "python", CGROUP, ("/dev/nvidia0",))
     held.append(Held((holder, holder)))
     heading, first, second = listed(reconciler(gpu_host, gpus=[FIRST]), capsys)
-    assert heading == ["ADDRESS", "STATE", "MACHINE", "DRIVER", "PODS", "MODEL", "UUID"]
-    assert first[:6] == [FIRST, "granted", MACHINE, "nvidia", "550.163.01", "1"]
+    assert heading == ["ADDRESS", "STATE", "HEALTH", "MACHINE", "DRIVER", "PODS", "MODEL", "UUID"]
+    assert first[:7] == [FIRST, "granted", "healthy", MACHINE, "nvidia", "550.163.01", "1"]
     assert first[-1].startswith("GPU-")
-    assert second[:6] == [SECOND, "free", "-", "nvidia", "550.163.01", "0"]
+    assert second[:7] == [SECOND, "free", "healthy", "-", "nvidia", "550.163.01", "0"]
     found = document(reconciler(gpu_host), capsys)
     assert found[FIRST]["pods"] == [POD]
     assert (found[FIRST]["processes"], found[SECOND]["processes"]) == (2, 0)
@@ -61,10 +62,21 @@ def test_the_table_and_the_document(gpu_host: Host, held: list[Held], capsys: Ca
     assert found[FIRST]["usersKnown"] is True
 
 
+def test_what_is_known_against_a_gpu_is_below_the_table(gpu_host: Host, capsys: Capture) -> None:
+    gpu_host.symlink(f"/sys/bus/pci/devices/{SECOND}", f"../../../devices/pci0000:00/{SECOND}")
+    assert record_fault(gpu_host, SECOND, GpuFault("Xid48", "Xid 48: simulated", 1.0, Verdict.NEEDS_RESET, 1.0))
+    assert command(reconciler(gpu_host), "gpus") == 0
+    assert f"{SECOND} needs-reset: Xid 48: simulated" in capsys.readouterr().out.splitlines()
+    found = document(reconciler(gpu_host), capsys)[SECOND]
+    assert (found["health"], found["healthReason"], found["healthMessage"]) == (
+        *("needs-reset", "Xid48", "Xid 48: simulated"),
+    )
+
+
 def test_processes_that_may_not_be_searched_are_unknown(gpu_host: Host, held: list[Held], capsys: Capture) -> None:
     """A user sees only their own processes: 0 pods would be another answer than root's."""
     held.append(Held((), ("cannot inspect PID 1: Permission denied",)))
-    assert listed(reconciler(gpu_host), capsys)[1][5] == "?"
+    assert listed(reconciler(gpu_host), capsys)[1][6] == "?"
     assert document(reconciler(gpu_host), capsys)[FIRST]["usersKnown"] is False
 
 

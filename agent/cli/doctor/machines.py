@@ -126,6 +126,10 @@ REMEDIES: Mapping[str | tuple[ConditionType, str], tuple[str, ...]] = {
     ),
     Reason.GPU_NEEDS_REBOOT: REBOOT,
     Reason.GPU_BROKEN: ("unbounded-agent gpus detach PCI-ADDRESS", "replace the GPU"),
+    Reason.TOO_FEW_HEALTHY_GPUS: (
+        "unbounded-agent gpus  # which GPUs need what",
+        "or lower machines.{machine}.min_healthy_gpus, then: systemctl reload unbounded-agent",
+    ),
     Reason.GPU_FALLEN_OFF_BUS: (*REBOOT, "# if it happens again: check power, seating and firmware"),
     Reason.GPU_DETACHED: ("unbounded-agent gpus", "unbounded-agent gpus attach PCI-ADDRESS"),
     Reason.GPU_LOST: (

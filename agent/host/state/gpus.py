@@ -159,7 +159,7 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
 
 
 def record_recovered(system: System, address: str) -> bool:
-    """Forget an error after which the GPU needed a reset or a reboot: its driver says that it needs nothing any more.
+    """Forget an error after which the GPU needed a reset or a reboot: its driver says that it no longer needs it.
 
     Return whether the record changed. A broken GPU stays broken.
     """

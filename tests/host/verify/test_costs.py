@@ -184,7 +184,7 @@ def test_a_degraded_gpu_serves_and_is_healthy_again_after_a_normal_time(running:
     found = machine.condition(ConditionType.GPUS_HEALTHY)
     assert (found.status, found.reason) == (Status.TRUE, "GPUDegraded")
     assert ready(machine) == (Status.TRUE, "AllConditionsTrue")
-    # An hour ago, the same error says nothing any more.
+    # That such an error came an hour ago says nothing now.
     forget_fault(running, SECOND)
     bad(running, SECOND, Verdict.DEGRADED, time.time() - 3600)
     assert evaluate(reconciler(running)).condition(ConditionType.GPUS_HEALTHY).reason == "Healthy"
