@@ -743,6 +743,14 @@ class MetricsSettings(Table, frozen=True, kw_only=True):
     """Address and port of the metrics and health pages (docs/metrics.md)."""
 
 
+class GpuHealthSettings(Table, frozen=True, kw_only=True):
+    """What the GPUs themselves are asked about their health (docs/conditions.md#gpushealthy)."""
+
+    interval: Annotated[int, Range(0, 86400)] = 300
+    """Seconds between two questions to a GPU: from 60 on, because machines ask at most once a minute. 0: never. A GPU
+    is asked only while it is in persistence mode or a pod has it open."""
+
+
 class Config(Table, frozen=True, kw_only=True):
     """Everything that can be configured."""
 
@@ -750,3 +758,4 @@ class Config(Table, frozen=True, kw_only=True):
     """Required, so that a missing file does not mean "no machines". A host without machines needs an empty table."""
     metrics: MetricsSettings = MetricsSettings()
     driver: DriverSettings = DriverSettings()
+    gpu_health: GpuHealthSettings = GpuHealthSettings()

@@ -20,6 +20,7 @@ from agent.host.state.gpus import forget_detached, forget_fault, observe_gpus, r
 from agent.host.state.locks import detach_lock, pass_lock
 from agent.host.vendors import host_vendor
 from agent.host.verify.answers import STALE_AFTER, names_handoff
+from agent.host.verify.gpu_states import THE_GPU, health
 from agent.model.conditions import ConditionType, Reason, Status
 from agent.model.device import as_in_sysfs
 from agent.model.errors import AgentError, ConfigError
@@ -432,7 +433,7 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     address, system = gpu.pci_address, reconciler.system
     # The administrator knows that the GPU works again.
     with pass_lock(system, reconciler.progress):
-        had_error = forget_fault(system, address)
+        had_error = forget_fault(system, address) or health(gpu, facts).source == THE_GPU
     recovered = (f"{address} counts as healthy again: its last fatal error is forgotten",) if had_error else ()
     if gpu.detached or address in facts.gpus.tainted:
         removal = Removal(gpu, granted_to(address, facts, planned, reconciler.config.machines), reconciler, timing)

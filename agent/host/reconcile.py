@@ -16,6 +16,7 @@ from agent.host.plan.diff import Difference, changes_left, diff, settings_pendin
 from agent.host.plan.driver_roots import without_plain
 from agent.host.plan.goal import Plan, plan, with_live
 from agent.host.plan.live_devices import Acknowledged
+from agent.host.state.gpus import record_recovered
 from agent.host.state.locks import pass_lock
 from agent.host.state.records import (
     clear_report,
@@ -27,10 +28,10 @@ from agent.host.state.records import (
     write_history,
 )
 from agent.host.verify import answers
-from agent.host.verify.gpu_states import gpu_states
+from agent.host.verify.gpu_states import gpu_states, has_recovered, withheld
 from agent.host.verify.readiness import Case, conditions, expected_gpus, lost_gpus
 from agent.model.conditions import Condition, ConditionType, Reason, Status, unknown, with_transitions
-from agent.model.contract import render_gpu_states, render_host_status
+from agent.model.contract import HealthQuestions, render_gpu_states, render_health_questions, render_host_status
 from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Broken, Facts, LiveSettings
 from agent.model.goal import Cleanup, Done, Fault, RemoveDriverRoot, RemoveStaleStaging, fault
@@ -38,6 +39,7 @@ from agent.model.handoff import DRA, Report
 from agent.model.paths import (
     HOST_NVIDIA,
     fabric_file,
+    gpu_health_file,
     gpu_states_file,
     handoff_directory,
     machine_unit,
@@ -268,6 +270,9 @@ class Reconciler(Struct):
                 self.in_force.check()
             with_state, not_listed = machines_with_state(self.system)
             facts, planned, difference = self.preview()
+            recovered, not_recorded = self._record_recovered(facts)
+            if recovered:
+                facts, planned, difference = self.preview()
             # Taint GPUs before they are withdrawn: a new pod must not get one. Ignore failures here, because the second
             # call below tries again and reports them.
             published = not self._publish_documents(facts, planned, with_state)
@@ -279,7 +284,7 @@ class Reconciler(Struct):
             write_ages(self.system, self.memory.ages)
             told = [each for each in machines if self.config.machines[each.name].node_condition]
             ready = {each.name: render_host_status(each.ready, time.time()) for each in told}
-            failures += not_listed + publish_host_status(self.system, ready, with_state)
+            failures += not_listed + not_recorded + publish_host_status(self.system, ready, with_state)
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
             failures += remove_used_tokens(nodes, self.system)
             if applied.done or applied.failures or not published:
@@ -293,6 +298,16 @@ class Reconciler(Struct):
             concerned={**applied.concerned, **faults},
             finished=time.time(),
         )
+
+    def _record_recovered(self, facts: Facts) -> tuple[bool, tuple[str, ...]]:
+        """Forget the errors of GPUs that say that they need nothing any more. Return whether any, and failures."""
+        recovered, failures = False, []
+        for gpu in (gpu for vendor in facts.vendors for gpu in vendor.gpus if has_recovered(gpu, facts)):
+            try:
+                recovered |= record_recovered(self.system, gpu.pci_address)
+            except (OSError, AgentError) as error:
+                failures.append(f"cannot record that {gpu.pci_address} has recovered: {error}")
+        return recovered, tuple(failures)
 
     def evaluate(self, facts: Facts, planned: Plan, difference: Difference) -> tuple[MachineOutcome, ...]:
         """Return the outcome of every configured machine, with its conditions."""
@@ -357,8 +372,12 @@ class Reconciler(Struct):
         return ()
 
     def _publish_documents(self, facts: Facts, planned: Plan, with_state: Collection[str]) -> tuple[str, ...]:
-        """Publish the states of GPUs, and what their fabric depends on. What could not be observed is no change."""
-        states, fabric, held = dict[str, bytes](), dict[str, bytes](), set(planned.held)
+        """Publish the states of GPUs, what their fabric depends on, and what to ask them about their health.
+
+        What could not be observed is no change.
+        """
+        states, fabric, questions = dict[str, bytes](), dict[str, bytes](), dict[str, bytes]()
+        held, interval = set(planned.held), self.config.gpu_health.interval
         unseen = {goal.name for goal in planned.goal.machines if any(each.fabric_cause is None for each in goal.grants)}
         for goal in planned.goal.machines:
             settings = self.config.machines[goal.name]
@@ -367,7 +386,11 @@ class Reconciler(Struct):
                 states[goal.name] = render_gpu_states(found)
             if causes := [each.fabric_cause for each in goal.grants if each.fabric_cause]:
                 fabric[goal.name] = "; ".join(causes).encode()
+            if interval and (gpus := [gpu for grant in goal.grants for gpu in grant.gpus]):
+                found_withheld = withheld(gpus, facts)
+                questions[goal.name] = render_health_questions(HealthQuestions(interval, found_withheld))
         failures = publish_documents(self.system, gpu_states_file, states, with_state, held)
+        failures += publish_documents(self.system, gpu_health_file, questions, with_state, held)
         return failures + publish_documents(self.system, fabric_file, fabric, with_state, held | unseen)
 
     def _apply(self, facts: Facts, planned: Plan, difference: Difference) -> Applied:

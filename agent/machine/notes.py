@@ -270,6 +270,12 @@ class InBackground(Generic[T]):
             # A pod may have used up the machine's processes and threads: run the step here and now.
             results.append(step())
 
+    def ends_within(self, seconds: float) -> bool:
+        """Return whether the step is done in so many seconds."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        return bool(self._results)
+
     def result(self) -> T:
         """Wait until the step is done, and return its result."""
         if self._thread.ident is not None:

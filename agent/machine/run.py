@@ -5,13 +5,15 @@ To settle a handoff, or a part of it, is to change the machine so that it matche
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from agent import __version__
 from agent.machine import cdi, containerd, devices, kubelet
 from agent.machine.libraries import link_libraries
 from agent.machine.notes import (
+    EARLY,
     ERROR_SHOWN,
     LONGEST,
     Context,
@@ -24,18 +26,20 @@ from agent.machine.notes import (
 )
 from agent.machine.vendors import VENDORS
 from agent.model.conditions import Condition, ConditionType, Reason, Remark, Status, false, not_applicable, worst
-from agent.model.contract import AllocatableVendor
+from agent.model.contract import AllocatableVendor, HealthQuestions, parse_health_questions
 from agent.model.device import FileIdentity
-from agent.model.errors import AgentError, DocumentError
+from agent.model.errors import AgentError, DocumentError, UnkillableError
 from agent.model.handoff import (
     DRA,
     OTHER_DEVICES,
     SIZE_LIMIT,
     FabricAnswer,
     Handoff,
+    HealthAnswer,
     Publication,
     Report,
     Request,
+    Silence,
     parse_handoff,
     render_report,
     with_remark,
@@ -45,20 +49,26 @@ from agent.model.paths import (
     CONDITIONS_NAME,
     FABRIC_NAME,
     HANDOFF_NAME,
+    HEALTH_NAME,
     MACHINE_HANDOFF_DIRECTORY,
     MACHINE_REPORT_DIRECTORY,
+    PCI_DEVICES,
     REPORT_NAME,
 )
 from agent.model.text import json_digest, one_line
+from agent.system.deadlines import bounded
 from agent.system.files import System
 from agent.system.journal import ERROR, INFO, WARNING, say, say_changes
 from agent.system.process import host_runner
+from agent.system.processes import find_holders
 from agent.vendors.machine_vendor import MachineVendor
 
 HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
 REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
 # The id of the machine's boot, not of the host's: nspawn mounts a new one at each start (setup_boot_id in nspawn.c).
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
+LOOK_AGAIN = 0.2
+"""Seconds between two looks for a newer handoff while GPUs are asked for their health."""
 ROUNDS = 5
 """How many handoffs one run may settle. The run itself checks for a new handoff, because systemd's path unit misses
 changes while the service runs."""
@@ -120,13 +130,21 @@ def run(system: System) -> int:
 
 
 def _rounds(system: System) -> Iterator[Outcome]:
-    """Settle each new handoff, yield the outcome, and then report it, in at most ROUNDS rounds."""
-    reported = None
+    """Settle each new handoff, yield the outcome, and then report it, in at most ROUNDS rounds.
+
+    When everything is settled and reported, GPUs are asked for their health, at most once. A newer handoff does not
+    wait for their answers.
+    """
+    reported: FileIdentity | None = None
+    asking: InBackground[bool] | None = None
+    report_again: Callable[[], None] | None = None
     for rounds_left in reversed(range(ROUNDS)):
         try:
             # The file's identity is compared, not its content: after the host has bound missing nodes, it publishes the
             # handoff again with the same content, and this run must check the nodes again.
             published = system.identity(HANDOFF)
+            while published == reported and asking and not asking.ends_within(LOOK_AGAIN):
+                published = system.identity(HANDOFF)
             if published == reported:
                 break
             handoff = _read_handoff(system, published)
@@ -150,13 +168,18 @@ def _rounds(system: System) -> Iterator[Outcome]:
         with contextlib.suppress(FileNotFoundError):
             newest = system.identity(HANDOFF)
         if newest == published or not rounds_left:
-            report(context, outcome, Publication(published.inode, published.mtime_ns))
+            report_again = partial(report, context, outcome, Publication(published.inode, published.mtime_ns))
+            report_again()
             reported = published
         for path in context.unsynced:
             try:
                 system.sync(path)
             except OSError as error:
                 say(WARNING, f"cannot sync {path}: {error}")
+        if reported == published and asking is None and (questions := _due_questions(context, outcome)):
+            asking = InBackground(partial(_ask, context, questions, outcome.fabric))
+    if asking and asking.result() and report_again:
+        report_again()
 
 
 def _read_handoff(system: System, published: FileIdentity) -> Handoff:
@@ -191,6 +214,7 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
         changed,
         publication,
         outcome.fabric,
+        _known_health(context),
     )
     _write_report(system, document)
 
@@ -382,3 +406,174 @@ def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[
     except Exception as error:
         say(WARNING, f"cannot tell whether the GPUs are registered with the fabric: {error}")
         return ()
+
+
+# Asks the GPUs for their health, at the interval of the host's configuration.
+#
+# A question opens a GPU. So a GPU is asked only if it is in persistence mode, or a pod has it open: any other would be
+# initialised for the question, and shut down again. Nor is a GPU asked that the host withholds: whoever opens it is one
+# more process that keeps it from being reset or unplugged. One program asks at a time.
+
+HEALTH = "health"
+"""Name of the note: when GPUs were `asked` last, the `answers` by GPU (`_Heard`), the `fields` that each driver root's
+tool knows, and the process that is `hanging`, with its start."""
+HOLDERS_LIMIT = 10.0
+"""Seconds to search the machine's processes for those of pods that have a GPU open."""
+
+
+class _Heard(NamedTuple):
+    """What is noted of one GPU: the fields of HealthAnswer, and the inode of the link to the GPU's driver.
+
+    Each time that the driver is bound, the link is a new one, and what the GPU said before means nothing.
+    """
+
+    said: Mapping[str, str] = {}
+    since: float = 0.0
+    asked: float = 0.0
+    silence: str = ""
+    binding: int | None = None
+
+    def then(self, said: Mapping[str, str] | None, silence: str) -> "_Heard":
+        """Return what to note after a question. `said` is as in MachineVendor.query_health; None without an answer.
+
+        What the GPU said before counts until it says something else. No answer is no verdict, and ends none.
+        """
+        if silence or said is None:
+            return self._replace(silence=silence or Silence.NO_ANSWER)
+        kept = {field: self.said[field] for field, word in said.items() if not word and field in self.said}
+        words, now = {field: word for field, word in said.items() if word} | kept, time.time()
+        since = self.since if self.asked and words == self.said else now
+        if kept or (said and not words):
+            return self._replace(said=words, since=since, silence=Silence.NO_ANSWER)
+        return _Heard(words, since, now, "", self.binding)
+
+
+def _questions(system: System) -> HealthQuestions | None:
+    """Return the host's questions; None if it has none. Raises AgentError or OSError."""
+    try:
+        return parse_health_questions(system.read(f"{MACHINE_HANDOFF_DIRECTORY}/{HEALTH_NAME}", SIZE_LIMIT))
+    except FileNotFoundError:
+        return None
+
+
+def _due_questions(context: Context, outcome: Outcome) -> HealthQuestions | None:
+    """Return the host's questions if it is time to ask them.
+
+    It is not in the first run of a boot, for which containerd waits, nor if containerd is restarted after this run.
+    """
+    try:
+        questions, noted, now = _questions(context.system), context.notes.load(HEALTH), time.monotonic()
+        if questions and not noted:
+            asked = now - questions.interval
+            context.notes.save(HEALTH, {"asked": asked, "answers": {}, "fields": {}, "hanging": []})
+        waits = not noted or any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions)
+        return questions if questions and not waits and now - noted["asked"] >= questions.interval - EARLY else None
+    # Any exception, as in `attempt`: an agent of another release may have written the note.
+    except Exception as error:
+        say(WARNING, f"cannot tell whether to ask the GPUs for their health: {error}")
+        return None
+
+
+def _known_health(context: Context) -> tuple[HealthAnswer, ...]:
+    """Return the last answers of the granted GPUs; none if the host asks nothing, or if they cannot be read."""
+    # Any exception: the report must be written.
+    with contextlib.suppress(Exception):
+        if _questions(context.system):
+            heard = _heard(context, context.notes.load(HEALTH))
+            return tuple(HealthAnswer(gpu, *each[:4]) for gpu, each in heard.items() if each.silence or each.asked)
+    return ()
+
+
+def _heard(context: Context, noted: Mapping[str, Any]) -> dict[str, _Heard]:
+    """Return what is noted of the granted GPUs and still counts."""
+    heard = {}
+    for gpu in (gpu for request in context.handoff.requests for gpu in request.gpus):
+        binding = context.system.link_inode(f"{PCI_DEVICES}/{gpu}/driver")
+        before = _Heard(*noted.get("answers", {}).get(gpu, ()))
+        heard[gpu] = before if before.binding == binding else _Heard(binding=binding)
+    return heard
+
+
+def _ask(context: Context, questions: HealthQuestions, fabric: tuple[FabricAnswer, ...]) -> bool:
+    """Ask the GPUs, and note the answers. Return whether one says something new."""
+    try:
+        noted = {**context.notes.load(HEALTH), "asked": time.monotonic()}
+        # Noted before the first question: this run may be killed meanwhile, and the next one must not ask at once.
+        context.notes.save(HEALTH, noted)
+        before, after = _heard(context, noted), dict[str, _Heard]()
+        for request in context.handoff.requests:
+            vendor = VENDORS.get(request.vendor)
+            if vendor and request.gpus and request.driver_root:
+                said, silences = _ask_vendor(context, vendor, request, questions, fabric, noted)
+                after |= {gpu: before[gpu].then(said.get(gpu), silences[gpu]) for gpu in request.gpus}
+        answers = {gpu: list(each) for gpu, each in after.items()}
+        context.notes.save(HEALTH, {**noted, "answers": answers})
+        return any((each.said, each.silence) != (before[gpu].said, before[gpu].silence) for gpu, each in after.items())
+    # Any exception, as in `attempt`. No answer is no verdict.
+    except Exception as error:
+        say(WARNING, f"cannot ask the GPUs for their health: {error}")
+        return False
+
+
+def _ask_vendor(
+    context: Context,
+    vendor: MachineVendor,
+    request: Request,
+    questions: HealthQuestions,
+    fabric: tuple[FabricAnswer, ...],
+    noted: dict[str, Any],
+) -> tuple[Mapping[str, Mapping[str, str]], Mapping[str, str]]:
+    """Return what GPUs say of their health, and a Silence for each that must not be asked, otherwise an empty text.
+
+    What the tool can be asked, and a program that cannot be killed, are added to `noted`.
+    """
+    system, hanging = context.system, noted["hanging"]
+    hangs = dict.fromkeys(request.gpus, Silence.PROGRAM_HANGS)
+    if hanging and hanging[1] and _start_of(system, hanging[0]) == hanging[1]:
+        return {}, hangs
+    noted["hanging"] = []
+    silences = _silences(context, vendor, request, questions.withheld, fabric)
+    wanted = [gpu for gpu in request.gpus if not silences[gpu]]
+    try:
+        root = f"{request.driver_root} {request.driver_version}"
+        if wanted and root not in noted["fields"]:
+            noted["fields"] = {root: vendor.health_fields(system)}
+        fields = tuple(noted["fields"][root]) if wanted else ()
+        return vendor.query_health(system, request, wanted, fields) if fields else {}, silences
+    except UnkillableError as error:
+        say(WARNING, f"no GPU is asked for its health until process {error.pid} has ended: {error}")
+        noted["hanging"] = [error.pid, _start_of(system, error.pid)]
+        return {}, hangs
+    except (AgentError, OSError) as error:
+        say(WARNING, f"the GPUs do not say how they are: {error}")
+        return {}, silences
+
+
+def _silences(
+    context: Context,
+    vendor: MachineVendor,
+    request: Request,
+    withheld: Collection[str],
+    fabric: tuple[FabricAnswer, ...],
+) -> dict[str, str]:
+    """Return why a GPU must not be asked, by GPU; an empty text if it may be."""
+    initialised = {each.gpu for each in fabric if vendor.in_persistence_mode(each)}
+    idle = set(request.gpus) - initialised - set(withheld)
+    numbers = {(each.major, each.minor): each.pci_address for each in request.devices if each.pci_address in idle}
+    try:
+        search = partial(find_holders, context.system, numbers)
+        holders = bounded("/proc", search, HOLDERS_LIMIT).holders if numbers else ()
+        initialised.update(gpu for each in holders if each.pod_uid for gpu in each.paths)
+    except OSError as error:
+        say(WARNING, f"cannot tell which GPUs pods have open: {error}")
+    silences = dict.fromkeys(request.gpus, str(Silence.NOT_IN_USE)) | dict.fromkeys(initialised, "")
+    return silences | dict.fromkeys(withheld, str(Silence.WITHHELD))
+
+
+def _start_of(system: System, process: int) -> str:
+    """Return when a process started, in ticks since the host's boot (proc_pid_stat(5)); empty if it has ended."""
+    try:
+        state, *fields = system.read_text(f"/proc/{process}/stat").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if state in "ZX" else fields[18]

@@ -14,7 +14,7 @@ from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.device import PCI_ADDRESS
 from agent.model.errors import DocumentError
 from agent.model.json_document import HOST, TIME, Form, Seconds, parse_document, render_document
-from agent.model.paths import ALLOCATABLE_NAME, CONDITIONS_NAME, DRA_STATUS_NAME, GPU_STATES_NAME
+from agent.model.paths import ALLOCATABLE_NAME, CONDITIONS_NAME, DRA_STATUS_NAME, GPU_STATES_NAME, HEALTH_NAME
 from agent.model.text import one_line
 
 VERSION = 1
@@ -125,6 +125,29 @@ def parse_gpu_states(data: bytes) -> dict[str, GpuStatus]:
 
 def _short(gpu: GpuStatus) -> GpuStatus:
     return gpu._replace(message=one_line(gpu.message)[:MESSAGE_LIMIT])
+
+
+# The questions of health: whether, how often and which GPUs the machine half asks for their health. It is a document of
+# its own, because not only machines with Dynamic Resource Allocation ask, and because nothing happens when it changes.
+
+
+class HealthQuestions(NamedTuple):
+    """What the host half wants to know of the granted GPUs' health."""
+
+    interval: Seconds
+    """Seconds between two questions."""
+    withheld: tuple[Address, ...] = ()
+    """GPUs that must not be opened now, because somebody takes them out of use, or because they are lost."""
+
+
+def render_health_questions(questions: HealthQuestions) -> bytes:
+    """Return the document; the same questions give the same bytes."""
+    return render_document(VERSION, questions._replace(withheld=tuple(sorted(questions.withheld))))
+
+
+def parse_health_questions(data: bytes) -> HealthQuestions:
+    """Return the questions in a document. Raises DocumentError, which names the key."""
+    return parse_document(HEALTH_NAME, data, HealthQuestions, VERSION, HOST)
 
 
 def _refuse_duplicates(what: str, items: Iterable[object]) -> None:

@@ -61,6 +61,14 @@ class ExitCodeError(CommandError):
         self.status, self.stdout = status, stdout
 
 
+class UnkillableError(CommandError):
+    """A program goes on, although it was killed at its time limit: it waits in the kernel. `pid` is its process id."""
+
+    def __init__(self, argv: tuple[str, ...], ended: str, hint: str, pid: int) -> None:
+        super().__init__(argv, ended, hint=hint)
+        self.pid = pid
+
+
 class BusError(AgentError):
     """A service on the system bus could not be reached, or did not answer."""
 

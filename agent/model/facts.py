@@ -151,6 +151,8 @@ class GpuFacts(Struct, frozen=True):
     faults: Mapping[str, GpuFault] = field(default_factory=dict)
     """The worst error of each GPU in the kernel log, until the GPU has recovered."""
     tainted: Mapping[str, Taint] = field(default_factory=dict)
+    attached: Mapping[str, float] = field(default_factory=dict)
+    """When an administrator last attached each GPU, in seconds since the epoch: what it said before is forgotten."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Observed only if a machine uses Dynamic Resource Allocation."""
 

@@ -65,6 +65,32 @@ class FabricAnswer(NamedTuple):
     """Whether the GPU stays initialised while nobody uses it; empty if it was not asked."""
 
 
+class Silence(StrEnum):
+    """Why a GPU has said nothing new of its health."""
+
+    NOT_IN_USE = "NotInUse"
+    """It is not in persistence mode and no pod has it open: to ask it would initialise it."""
+    WITHHELD = "Withheld"
+    """The host says that nobody may open it now."""
+    NO_ANSWER = "NoAnswer"
+    PROGRAM_HANGS = "ProgramHangs"
+    """The last program that asked waits in the kernel, and cannot be killed. Until it has ended, no GPU is asked."""
+
+
+class HealthAnswer(NamedTuple):
+    """What a GPU said of its own health when it answered last, in the words of its driver's tool."""
+
+    gpu: str
+    said: Mapping[str, str] = {}
+    """Words by the tool's fields. A field that the driver lacks is missing, and so is what the GPU never answered."""
+    since: float = 0.0
+    """Since when it says the same, in seconds since the epoch."""
+    asked: float = 0.0
+    """When it answered last; 0 if it has not answered since the machine's boot or the binding of its driver."""
+    silence: str = ""
+    """A Silence if it was not asked since, or did not answer; otherwise empty."""
+
+
 class GrantedDevice(NamedTuple):
     """A device node that the machine has, with the numbers that the node must have there."""
 
@@ -180,6 +206,7 @@ class Report(NamedTuple):
     """Paths of files that differ from what `up` put into the machine."""
     publication: Publication | None = None
     fabric: tuple[FabricAnswer, ...] = ()
+    health: tuple[HealthAnswer, ...] = ()
     refused: str = ""
     """Why the machine half cannot use the handoff."""
     unknown_conditions: tuple[str, ...] = ()

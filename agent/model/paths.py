@@ -98,6 +98,8 @@ GPU_STATES_NAME = "gpus.json"
 FABRIC_NAME = "fabric"
 """A file next to the handoff: what the GPUs' registration with their fabric depends on (Grant.fabric_cause). Whenever
 it changes, the machine half asks the GPUs again."""
+HEALTH_NAME = "gpu-health.json"
+"""A file next to the handoff: how often the machine half asks GPUs for their health, and which GPUs it must not ask."""
 ALLOCATABLE_NAME = "allocatable.json"
 ALLOCATABLE = f"{MACHINE_STATE}/{ALLOCATABLE_NAME}"
 """The devices in the machine that pods may be given by claims."""
@@ -236,6 +238,11 @@ def gpu_states_file(machine: str) -> str:
 def fabric_file(machine: str) -> str:
     """Return the file that says what the machine's GPUs' fabric depends on. It exists only if there is something."""
     return f"{handoff_directory(machine)}/{FABRIC_NAME}"
+
+
+def gpu_health_file(machine: str) -> str:
+    """Return the file that makes the machine half ask GPUs for their health. It exists only if it should."""
+    return f"{handoff_directory(machine)}/{HEALTH_NAME}"
 
 
 def machine_files(machine: str) -> tuple[str, str, str]:

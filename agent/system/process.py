@@ -12,7 +12,7 @@ from contextlib import suppress
 from signal import SIGKILL, SIGXFSZ
 from typing import BinaryIO, NamedTuple
 
-from agent.model.errors import CommandError, ExitCodeError
+from agent.model.errors import CommandError, ExitCodeError, UnkillableError
 from agent.system.deadlines import bounded
 
 OUTPUT_LIMIT = 16 << 20
@@ -60,6 +60,14 @@ class TimeLimitError(Exception):
     """The backend killed the program at its time limit."""
 
 
+class StillRunningError(TimeoutError):
+    """Not even SIGKILL ended the program. `pid` is its process id."""
+
+    def __init__(self, why: str | None, pid: int) -> None:
+        super().__init__(errno.ETIMEDOUT, why)
+        self.pid = pid
+
+
 Runner = Callable[[tuple[str, ...], float], Completed]
 """Runs a program and returns the result. Takes the arguments and the time limit in seconds.
 
@@ -86,6 +94,8 @@ def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
         raise CommandError(argv, f"stopped after its time limit of {timeout:.0f} s") from error
     except TimeoutError as error:
         hint = "it cannot even be killed: see `dmesg` for the disk or device that it waits for"
+        if isinstance(error, StillRunningError):
+            raise UnkillableError(argv, error.strerror or "no answer", hint, error.pid) from error
         raise CommandError(argv, error.strerror or "no answer", hint=hint) from error
     except FileNotFoundError as error:
         raise CommandError(argv, "not found", hint=f"install the package that contains {argv[0]}") from error
@@ -133,8 +143,8 @@ def completed(pid: int, wait: Callable[[], int], stdout: BinaryIO, stderr: Binar
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
     """Run a program in a new session without a controlling terminal, as a Runner does.
 
-    If Ctrl-C interrupts this, the program is killed. If not even SIGKILL ends the program, this raises TimeoutError;
-    until the program has ended, so do further calls with the same arguments.
+    If Ctrl-C interrupts this, the program is killed. If not even SIGKILL ends the program, this raises
+    StillRunningError; until the program has ended, further calls with the same arguments raise TimeoutError.
     """
     running: list[int] = []
     starting = threading.Lock()
@@ -173,6 +183,10 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
     try:
         # All threads involved are daemon threads, so none of them keeps this process from exiting.
         return bounded(" ".join(argv), run, timeout + KILL_MARGIN)
+    except TimeoutError as error:
+        if running:
+            raise StillRunningError(error.strerror, running[0]) from error
+        raise
     except KeyboardInterrupt:
         # The terminal's Ctrl-C does not reach the program, because the program has a session of its own.
         # It may have just been started, but not be listed yet. A start from a disk that hangs is not waited for.

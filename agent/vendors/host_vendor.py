@@ -26,7 +26,7 @@ from agent.model.facts import (
     Verdict,
 )
 from agent.model.goal import DriverRoots, Grant
-from agent.model.handoff import FabricAnswer
+from agent.model.handoff import FabricAnswer, HealthAnswer
 from agent.model.text import whole_number
 from agent.system.files import System
 from agent.system.trust import classify_error
@@ -226,6 +226,16 @@ def wedged(pci_address: str, methods: str) -> GpuError:
     return GpuError(pci_address, "Wedged", meaning.format(pci_address), verdict, from_application=recovered)
 
 
+class OwnWord(Struct, frozen=True):
+    """The worst of what a GPU says of its own health. If it says that nothing is wrong, only the verdict is set."""
+
+    verdict: Verdict = Verdict.HEALTHY
+    reason: str = ""
+    """One word, such as `RowRemapFailure`: it becomes the value of a taint."""
+    meaning: str = ""
+    """What the GPU says, and what to do if anything needs to be done."""
+
+
 class HostVendor(Struct, frozen=True, kw_only=True):
     """One vendor on the host. A vendor that lacks a feature keeps the default of that feature."""
 
@@ -275,6 +285,10 @@ class HostVendor(Struct, frozen=True, kw_only=True):
     """Returns how to make a program of the vendor, by its name in /proc/PID/comm, release a GPU; empty for others."""
     parse_kernel_message: Callable[[str], GpuError | None] = lambda text: None
     """Returns the GPU error that a line of the kernel log reports; None for any other line."""
+    judge: Callable[[HealthAnswer], OwnWord] = lambda answer: OwnWord()
+    """Returns what follows from a GPU's answer. A machine may have invented it."""
+    needs_nothing: Callable[[HealthAnswer], bool] = lambda answer: False
+    """Returns whether the GPU says that it needs neither a reset nor a reboot. To say nothing is not to say that."""
 
 
 # The faults that GPUs of every vendor can have, for the condition DevicesPresent.

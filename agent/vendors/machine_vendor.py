@@ -1,7 +1,7 @@
 """The interface of a vendor to the machine half.
 
-All methods are pure, except `generate`, `generate_mode`, `query_fabric`, and `plugin_spec_problems`, which calls the
-given `exists`.
+All methods are pure, except `generate`, `generate_mode`, `query_fabric`, `health_fields`, `query_health`, and
+`plugin_spec_problems`, which calls the given `exists`.
 A vendor's `machine.py` imports no third-party package. A method that needs such a package imports it when called.
 """
 
@@ -182,6 +182,24 @@ class MachineVendor(ABC):
     def fabric_settled(self, request: Request, answers: tuple[FabricAnswer, ...]) -> bool:
         """Return whether these answers are final: all granted GPUs have a working fabric, or none. Pure."""
         return True
+
+    def health_fields(self, system: System) -> tuple[str, ...]:
+        """Return what the driver's tool can be asked about a GPU's health: nothing by default. Raises AgentError."""
+        return ()
+
+    def query_health(
+        self, system: System, request: Request, gpus: Collection[str], fields: tuple[str, ...]
+    ) -> Mapping[str, Mapping[str, str]]:
+        """Return what these GPUs say of their health, which opens them, by PCI address and field.
+
+        A word is empty if the GPU did not answer; a field that it does not have is missing. A GPU that cannot be opened
+        is left out. Raises AgentError or OSError; UnkillableError if the program that asks cannot be killed.
+        """
+        raise NotImplementedError
+
+    def in_persistence_mode(self, answer: FabricAnswer) -> bool:
+        """Return whether the GPU stays initialised while nobody uses it, so that to ask it disturbs nothing. Pure."""
+        return False
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:
         """Return paths in the machine that may be missing. The specification depends on which of them exist. Pure."""

@@ -19,6 +19,7 @@ from agent.model.contract import (
     parse_allocatable,
     parse_dra_status,
     parse_gpu_states,
+    parse_health_questions,
     parse_host_status,
     parse_node_files,
 )
@@ -96,6 +97,7 @@ PARSERS: dict[str, Parser] = {
     "group": _of_text(parse_groups),
     "handed": lambda data: HANDED.parse("driver-roots.json", data),
     "handoff": parse_handoff,
+    "health-questions": parse_health_questions,
     "kernel-log": parse_record,
     "kernel-message": _of_text(parse_kernel_message),
     "kubeconfig": lambda data: parse_kubeconfig("/etc/kubernetes/kubelet.conf", data),

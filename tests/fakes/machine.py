@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.system.files import READ_LIMIT, System
 from agent.system.process import Completed, TimeLimitError
+from agent.vendors.nvidia.contract import (
+    FABRIC_HEALTH,
+    HEALTH_FIELDS,
+    PAGES_PENDING,
+    POWER_BRAKE,
+    RECOVERY_ACTION,
+    UNCORRECTED,
+)
 
 SPEC = Path(__file__).parents[1] / "data" / "specs" / "nvidia-ctk-1.19.1-simulated-nvml.json"
 ROOT = "/run/host-nvidia/0"
@@ -63,6 +71,14 @@ def recorded_spec() -> dict[str, Any]:
     return loaded
 
 
+FINE = {
+    RECOVERY_ACTION: "None",
+    UNCORRECTED: "0",
+    PAGES_PENDING: "[N/A]",
+    POWER_BRAKE: "Not Active",
+    FABRIC_HEALTH: "N/A",
+}
+"""What a healthy H200 says (nvidia-smi 580.173.02); of the other fields, it says No."""
 SERVES_CRI = "Type:          io.containerd.grpc.v1\nID:            cri\nPlatforms:     linux/amd64\n"
 """What `ctr plugins ls --detailed` prints of a containerd 1.7 that serves the kubelet."""
 
@@ -229,6 +245,7 @@ class Machine(System):
         name = argv[0].rsplit("/", 1)[1] if "/" in argv[0] else argv[0]
         name = "open_nodes" if any(each.endswith("open_nodes.py") for each in argv) else name
         name = "nvidia-smi of fabric" if any("fabric.state" in each for each in argv) else name
+        name = "nvidia-smi of health" if any("help-query" in each or ".pending" in each for each in argv) else name
         assert name in self.programs, f"nobody expected {' '.join(argv)}"
         if timeout < self.durations.get(name, 0):
             raise TimeLimitError
@@ -289,6 +306,7 @@ def gpu_machine(tree: Path) -> Machine:
     machine.program("systemctl", systemctl("active", 10))
     machine.program("nvidia-smi", smi_rows(Disabled=GPUS))
     machine.program("nvidia-smi of fabric", fabric_rows(*GPUS))
+    machine.program("nvidia-smi of health", smi_health(*GPUS))
     machine.program("umount", lambda argv: umount(machine, argv))
     machine.hand(REQUEST)
     return machine
@@ -299,9 +317,29 @@ def smi_rows(**gpus: Iterable[str]) -> str:
     return "".join(f"0000{gpu}, {smi_uuid(gpu)}, {mode}\n" for mode, each in gpus.items() for gpu in each)
 
 
-def fabric_rows(*gpus: str, state: str = "N/A", status: str = "N/A") -> str:
+def fabric_rows(*gpus: str, state: str = "N/A", status: str = "N/A", persistence: str = "Disabled") -> str:
     """Return nvidia-smi's answer about the fabric of GPUs."""
-    return "".join(f"0000{gpu}, {state}, {status}, Disabled\n" for gpu in gpus)
+    return "".join(f"0000{gpu}, {state}, {status}, {persistence}\n" for gpu in gpus)
+
+
+def smi_health(*gpus: str, fields: Sequence[str] = HEALTH_FIELDS, **words: str) -> Answer:
+    """Return an Answer that acts as nvidia-smi asked about the health of GPUs: all fine but for `words`.
+
+    `words` are by the last part of the field's name. The form of the help is that of nvidia-smi 610.57.04.
+    """
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        if "--help-query-gpu" in argv:
+            return Completed(0, "".join(f'"{each}" or "x"\nIts meaning.\n\n' for each in fields).encode(), b"")
+        asked = next(each.partition("=")[2].split(",")[1:] for each in argv if each.startswith("--query-gpu"))
+        if not set(asked) <= set(fields):
+            return Completed(2, b'Field "x" is not a valid field to query.\n', b"")
+        index = next((int(each.partition("=")[2]) for each in argv if each.startswith("--id=")), None)
+        found = [words.get(each.rpartition(".")[2], FINE.get(each, "No")) for each in asked]
+        rows = [f"0000{gpu}, {', '.join(found)}\n" for gpu in (gpus if index is None else gpus[index : index + 1])]
+        return Completed(0, "".join(rows).encode(), b"")
+
+    return answer
 
 
 def smi_uuid(gpu: str) -> str:

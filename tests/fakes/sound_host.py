@@ -5,7 +5,7 @@ from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_path
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import Condition, ConditionType, Reason, Status, true
 from agent.model.facts import render_live
-from agent.model.handoff import FabricAnswer, Report, parse_handoff, render_report
+from agent.model.handoff import FabricAnswer, HealthAnswer, Report, parse_handoff, render_report
 from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
 from tests.fakes.gpu_host import MACHINE, units
 from tests.fakes.host import Host
@@ -33,10 +33,14 @@ def start(host: Host, agent: Reconciler) -> None:
     agent.reconcile()
 
 
-def report(host: Host, *found: Condition, fabric: tuple[FabricAnswer, ...] = ()) -> None:
+def report(
+    host: Host, *found: Condition, fabric: tuple[FabricAnswer, ...] = (), health: tuple[HealthAnswer, ...] = ()
+) -> None:
     """Let the machine report these conditions; the others are True."""
     generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
     given = {each.type for each in found}
     fine = (Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE if kind not in given)
     path = f"{report_directory(MACHINE)}/{REPORT_NAME}"
-    host.write(path, render_report(Report(generation, (*found, *fine), (), "", "0.1.0", {}, 2, fabric=fabric)))
+    host.write(
+        path, render_report(Report(generation, (*found, *fine), (), "", "0.1.0", {}, 2, fabric=fabric, health=health))
+    )

@@ -20,7 +20,14 @@ import pytest
 from agent.config.settings import Config
 from agent.host.reconcile import Outcome, Reconciler
 from agent.model.conditions import Condition
-from agent.model.paths import REPORT_NAME, conditions_file, fabric_file, handoff_file, report_directory
+from agent.model.paths import (
+    REPORT_NAME,
+    conditions_file,
+    fabric_file,
+    gpu_health_file,
+    handoff_file,
+    report_directory,
+)
 from agent.system.files import temporary_path
 from tests.fakes.dead_links import TARGET, hang
 from tests.fakes.driver_generations import RunnerThatClears
@@ -35,7 +42,8 @@ RACE = 1.0
 """Seconds that the race lasts."""
 
 SENTINEL = "/etc/sentinel/file"
-IN_PLACE = (f"{report_directory(BAD)}/{REPORT_NAME}", handoff_file(BAD), conditions_file(BAD), fabric_file(BAD))
+PUBLISHED = (handoff_file(BAD), conditions_file(BAD), fabric_file(BAD), gpu_health_file(BAD))
+IN_PLACE = (f"{report_directory(BAD)}/{REPORT_NAME}", *PUBLISHED)
 IN_THE_MAKING = (temporary_path(handoff_file(BAD)), temporary_path(conditions_file(BAD)))
 
 
@@ -177,7 +185,7 @@ def test_attack_on_a_path(host: Host, paths: tuple[str, ...], opened_devices: li
             assert "InternalError" not in {reason for _, _, reason in conditions(outcome, BAD)}, attacks
             assert not after or not outcome.failures, attacks
             assert not opened_devices, attacks
-        names = {os.path.basename(path) for path in (handoff_file(BAD), conditions_file(BAD), fabric_file(BAD))}
+        names = {os.path.basename(path) for path in PUBLISHED}
         assert set(host.entries(os.path.dirname(handoff_file(BAD)))) == names, attacks
         for path in (handoff_file(BAD), conditions_file(BAD)):
             assert host.is_file(path), attacks

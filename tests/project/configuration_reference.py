@@ -23,6 +23,7 @@ from agent.config.settings import (
     DriverSettings,
     ExtraDevice,
     ExtraMount,
+    GpuHealthSettings,
     HostNodeSettings,
     ImageSettings,
     KubeletSettings,
@@ -44,6 +45,7 @@ TABLES: Mapping[str, type[Table]] = {
     "machines.NAME.node.containerd": ContainerdSettings,
     "machines.NAME.node.host": HostNodeSettings,
     "driver": DriverSettings,
+    "gpu_health": GpuHealthSettings,
     "metrics": MetricsSettings,
 }
 """Tables of the configuration, or lists of tables, with the class that validates each; in the page's order."""

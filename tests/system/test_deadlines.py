@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from agent.model.conditions import Status
-from agent.model.errors import CommandError
+from agent.model.errors import CommandError, UnkillableError
 from agent.system.copy import STEP, Copies
 from agent.system.deadlines import SHORTEST, bounded, call_device, read_device_texts, stuck
 from agent.system.files import System
@@ -196,6 +197,17 @@ def test_a_program_that_cannot_be_killed_is_reported_to_hang(name: str, hanging:
     for why in (r"no answer in time \(it cannot even be killed", "an earlier attempt still hangs"):
         with pytest.raises(CommandError, match=why):
             run_checked(runner, ("ldconfig", "-p"), 0.05)
+
+
+@pytest.mark.processes
+def test_a_program_that_cannot_be_killed_is_named_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may wait for its end. That it cannot be killed is simulated: killpg(2) does nothing."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda *_: None)
+        with pytest.raises(UnkillableError, match="it cannot even be killed") as caught:
+            run_checked(host_runner, ("sleep", "1003"), 0.1)
+    assert Path(f"/proc/{caught.value.pid}/comm").read_text() == "sleep\n"
+    os.killpg(caught.value.pid, signal.SIGKILL)
 
 
 def test_each_staged_file_is_progress(gpu_host: Host) -> None:

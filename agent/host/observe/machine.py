@@ -35,6 +35,7 @@ from agent.model.handoff import (
     REPORT_VERSION,
     SIZE_LIMIT,
     FabricAnswer,
+    HealthAnswer,
     Publication,
     Report,
 )
@@ -383,6 +384,10 @@ Word = Annotated[str, Meta(pattern=r"\A[A-Za-z][A-Za-z0-9]{0,63}\Z")]
 Address = Annotated[str, Meta(pattern=rf"\A{PCI_ADDRESS.pattern}\Z")]
 FabricWord = Annotated[str, Meta(pattern=r"\A(\[?N/A\]?|[A-Za-z0-9 \[\]]{0,64})\Z")]
 """A word of the driver, which conditions show without `machine says`: no command can be made of it."""
+HealthField = Annotated[str, Meta(pattern=r"\A[a-z][A-Za-z0-9_.]{0,63}\Z")]
+HealthWord = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9 \[\]]{1,64}\Z")]
+Time = Annotated[float, Meta(ge=0, lt=2**36)]
+"""Seconds since the epoch."""
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
@@ -405,6 +410,16 @@ class _Fabric(Struct, frozen=True):
     state: FabricWord
     status: FabricWord
     persistence: FabricWord = ""
+
+
+class _Health(Struct, frozen=True):
+    """What a GPU says of its health."""
+
+    gpu: Address
+    said: Annotated[dict[HealthField, HealthWord], Meta(max_length=32)]
+    since: Time
+    asked: Time
+    silence: Annotated[str, Meta(pattern=r"\A[A-Za-z]{0,32}\Z")]
 
 
 class _Repairs(Struct, frozen=True):
@@ -434,6 +449,7 @@ class _Document(_Version, frozen=True):
     publication: Publication | None
     fabric: Annotated[tuple[_Fabric, ...], Meta(max_length=1024)]
     refused: Annotated[str, Meta(max_length=2000)]
+    health: Annotated[tuple[_Health, ...], Meta(max_length=1024)] = ()
 
 
 def parse_report(data: bytes) -> Report:
@@ -472,6 +488,7 @@ def parse_report(data: bytes) -> Report:
         changed_files=document.changed_files,
         publication=document.publication,
         fabric=tuple(FabricAnswer(*astuple(each)) for each in document.fabric),
+        health=tuple(HealthAnswer(*astuple(each)) for each in document.health),
         refused=printable(document.refused),
         unknown_conditions=tuple(
             f"{each.type}={each.status} ({each.reason})" for each in document.conditions if each not in known
@@ -499,6 +516,7 @@ def _check(document: _Document) -> None:
         "conditions: a type": [each.type for each in document.conditions],
         "changed_files: a path": document.changed_files,
         "fabric: a GPU": [each.gpu for each in document.fabric],
+        "health: a GPU": [each.gpu for each in document.health],
     }
     for what, items in lists.items():
         if len(set(items)) != len(items):

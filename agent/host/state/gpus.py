@@ -33,13 +33,15 @@ class GpuNote(Struct, frozen=True, omit_defaults=True):
     device: int
     """What `_device` returned: a device that is plugged in later at this address has nothing to do with the note."""
     binding: int | None = None
-    """What `binding` returned when `lost` or `fault` was recorded; None if the GPU had no driver. Both count until that
-    changes."""
+    """What `binding` returned when `lost`, `fault` or `attached` was recorded; None if the GPU had no driver. All
+    count until that changes."""
     lost: str = ""
     """What the kernel log said about the loss."""
     fault: GpuFault | None = None
     """The worst error in the kernel log; of equally bad ones, the last."""
     taint: Taint | None = None
+    attached: float = 0.0
+    """When an administrator last attached the GPU; 0 if nobody has since its driver was bound."""
 
 
 class GpuNotes(Struct, frozen=True):
@@ -65,6 +67,10 @@ class GpuNotes(Struct, frozen=True):
     @property
     def lost(self) -> Mapping[str, str]:
         return {address: note.lost for address, note in self.notes.items() if note.lost}
+
+    @property
+    def attached(self) -> Mapping[str, float]:
+        return {address: note.attached for address, note in self.notes.items() if note.attached}
 
     @property
     def faults(self) -> Mapping[str, GpuFault]:
@@ -166,8 +172,11 @@ def record_recovered(system: System, address: str) -> bool:
 
 
 def forget_fault(system: System, address: str) -> bool:
-    """Forget the GPU's worst error, and return whether there was one."""
-    return _change(system, address, lambda note: replace(note, fault=None))
+    """Forget the GPU's worst error, and what it has said of itself. Return whether there was an error."""
+    had_error = _change(system, address, lambda note: replace(note, fault=None))
+    bound, now = binding(system, address), time.time()
+    _change(system, address, lambda note: replace(note, attached=now, binding=bound))
+    return had_error
 
 
 def _change(system: System, address: str, change: Callable[[GpuNote], GpuNote]) -> bool:
@@ -196,11 +205,11 @@ def _current(found: Seen[dict[str, GpuNote]], system: System) -> dict[str, GpuNo
     current = {}
     for address, note in found.items() if isinstance(found, dict) else ():
         if _device(system, address) == note.device:
-            if (note.fault or note.lost) and binding(system, address) != note.binding:
-                note = replace(note, binding=None, lost="", fault=None)
+            if (note.fault or note.lost or note.attached) and binding(system, address) != note.binding:
+                note = replace(note, binding=None, lost="", fault=None, attached=0.0)
             if note.fault and note.fault.verdict is Verdict.DEGRADED and time.time() - note.fault.last > NORMAL:
                 note = replace(note, fault=None)
-            if note.lost or note.fault or note.taint:
+            if note.lost or note.fault or note.taint or note.attached:
                 current[address] = note
     return current
 

@@ -1,18 +1,20 @@
 """Evaluates the states of GPUs: those that a machine offers by Dynamic Resource Allocation, and the host's. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from agent.host.vendors import host_vendor
 from agent.model.conditions import Reason
 from agent.model.contract import Effect, GpuState, GpuStatus
 from agent.model.facts import Facts, Gpu, Placement, Remembered, RememberedGpu, Seen, VendorFacts, Verdict
 from agent.model.goal import MachineGoal
+from agent.model.handoff import HealthAnswer, Report
 from agent.model.text import rfc3339
 
-KERNEL_LOG = "kernel log"
+KERNEL_LOG, THE_GPU = "kernel log", "the GPU"
+"""Sources of Health."""
 DETACHING = "Detaching"
 RECOVERY = "after a reset that neither reboots the host nor reloads the driver, run `unbounded-agent gpus attach {}`"
 
@@ -28,10 +30,64 @@ class Health(Struct, frozen=True):
     """When it was first known, in seconds since the epoch; 0 if the time is unknown."""
     source: str = ""
     """Who said so."""
+    asked: float = 0.0
+    """When the GPU itself answered last, in seconds since the epoch; 0 if it has not."""
+    silence: str = ""
+    """Why the GPU itself was not asked since, or did not answer (Silence); empty if nobody knows, or if it answered."""
 
 
-def health(gpu: Gpu, facts: Facts) -> Health:
-    """Return the worst that is known of a GPU. What nobody says is never a fault."""
+def health(gpu: Gpu, facts: Facts, machine: str = "") -> Health:
+    """Return the worst that is known of a GPU, from the kernel log and from what it says itself.
+
+    What nobody says is never a fault. What the GPU says comes through a machine, which may lie: it counts for that
+    `machine`, and for the host as a whole, without a machine's name, only if no other machine has the GPU. So a machine
+    can only cost itself a GPU, and only one that it was granted. For the same fault, the kernel log counts.
+    """
+    logged, answer = _logged(gpu, facts), own_answer(gpu, facts, machine)
+    if answer is None:
+        return logged
+    word = host_vendor(gpu.vendor).judge(answer)
+    found = logged
+    # What a GPU said before it lost its driver is no longer true.
+    if gpu.driver and word.verdict.severity > logged.verdict.severity:
+        found = Health(word.verdict, word.reason, word.meaning, answer.since, THE_GPU)
+    return replace(found, asked=answer.asked, silence=answer.silence)
+
+
+def own_answer(gpu: Gpu, facts: Facts, machine: str = "") -> HealthAnswer | None:
+    """Return what the GPU said of its health, if it counts, as in `health`.
+
+    What it said before an administrator attached it does not.
+    """
+    having = [each for each in facts.machines if gpu.pci_address in each.kept_gpus]
+    reports = [each.report for each in having if machine == each.name or (not machine and len(having) == 1)]
+    answers = [each for report in reports if isinstance(report, Report) for each in report.health]
+    since = facts.gpus.attached.get(gpu.pci_address, 0.0)
+    return next((each for each in answers if each.gpu == gpu.pci_address and each.asked >= since), None)
+
+
+def has_recovered(gpu: Gpu, facts: Facts) -> bool:
+    """Return whether the GPU needed a reset or a reboot, and has said since that it needs nothing."""
+    fault, answer = facts.gpus.faults.get(gpu.pci_address), own_answer(gpu, facts)
+    return bool(
+        answer
+        and fault
+        and fault.verdict in (Verdict.NEEDS_RESET, Verdict.NEEDS_REBOOT)
+        and answer.asked > fault.last
+        and host_vendor(gpu.vendor).needs_nothing(answer)
+    )
+
+
+def withheld(gpus: Iterable[str], facts: Facts) -> tuple[str, ...]:
+    """Return those of the GPUs that nobody may open now: somebody takes them out of use, or they do not answer.
+
+    A GPU that only has a verdict is asked on: by its own word, the verdict may end.
+    """
+    lost = {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.why_lost}
+    return tuple(address for address in gpus if address in lost or address in facts.gpus.tainted)
+
+
+def _logged(gpu: Gpu, facts: Facts) -> Health:
     if fault := facts.gpus.faults.get(gpu.pci_address):
         return Health(fault.verdict, fault.reason, fault.meaning, fault.since, KERNEL_LOG)
     if gpu.why_lost:
@@ -50,7 +106,7 @@ def gpu_states(
     """
     present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
     addresses = {address for grant in goal.grants for address in (*grant.gpus, *grant.detached)}
-    states = [_state(present[address], facts) for address in addresses if address in present]
+    states = [_state(present[address], facts, goal.name) for address in addresses if address in present]
     for gpu in remembered.gpus if isinstance(remembered, Remembered) else ():
         if gpu.lost and goal.name in gpu.machines:
             why = f"it left the PCI bus at {rfc3339(gpu.lost)} without `unbounded-agent gpus detach`"
@@ -59,8 +115,8 @@ def gpu_states(
     return tuple(sorted(each._replace(shared=shared) for each in states))
 
 
-def _state(gpu: Gpu, facts: Facts) -> GpuStatus:
-    found, tainted = health(gpu, facts), facts.gpus.tainted.get(gpu.pci_address)
+def _state(gpu: Gpu, facts: Facts, machine: str) -> GpuStatus:
+    found, tainted = health(gpu, facts, machine), facts.gpus.tainted.get(gpu.pci_address)
     state, reason, message, since = GpuState.HEALTHY, "", "", 0.0
     if gpu.why_lost or not gpu.driver or found.verdict.fenced:
         state = GpuState.LOST if gpu.why_lost else GpuState.UNHEALTHY

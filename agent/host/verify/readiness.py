@@ -293,7 +293,7 @@ def _gpus_healthy(case: Case) -> Condition:
     """Return GPUsHealthy. It is about the granted GPUs: GPUsComplete is about those that are gone."""
     kind, minimum = ConditionType.GPUS_HEALTHY, case.settings.min_healthy_gpus
     gpus = [gpu for vendor in case.facts.vendors for gpu in vendor.gpus if gpu.pci_address in case.gpus]
-    known = [(gpu.pci_address, health(gpu, case.facts)) for gpu in gpus]
+    known = [(gpu.pci_address, health(gpu, case.facts, case.machine.name)) for gpu in gpus]
     bad = [(verdict, gpu, each) for verdict in VERDICTS for gpu, each in known if each.verdict is verdict]
     message = "; ".join(f"{gpu} {verdict.in_words}: {each.message}" for verdict, gpu, each in bad)
     fenced = [gpu for verdict, gpu, _ in bad if verdict.fenced]

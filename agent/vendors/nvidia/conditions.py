@@ -6,15 +6,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true, unknown, worst
 from agent.model.device import DeviceKind
-from agent.model.facts import Absent, Broken, Driver, FabricService, Seen, Unseen, UserSpace, VendorFacts
+from agent.model.facts import Absent, Broken, Driver, FabricService, Seen, Unseen, UserSpace, VendorFacts, Verdict
 from agent.model.goal import Grant
-from agent.model.handoff import FabricAnswer
-from agent.model.text import counted, printable
+from agent.model.handoff import FabricAnswer, HealthAnswer
+from agent.model.text import counted, printable, whole_number
 from agent.vendors.host_vendor import (
     Cluster,
     FabricReport,
     Finding,
     KubernetesObject,
+    OwnWord,
     containers,
     crashes,
     environment,
@@ -28,7 +29,20 @@ from agent.vendors.host_vendor import (
     statuses,
     unusable,
 )
-from agent.vendors.nvidia.contract import REGISTERED, has_fabric, is_answer, is_registered
+from agent.vendors.nvidia.contract import (
+    FABRIC_HEALTH,
+    PAGES_PENDING,
+    POWER_BRAKE,
+    RECOVERY_ACTION,
+    REGISTERED,
+    REQUIRES_RESET,
+    ROWS_FAILED,
+    ROWS_PENDING,
+    UNCORRECTED,
+    has_fabric,
+    is_answer,
+    is_registered,
+)
 from agent.vendors.nvidia.devices import built_in, misbound_gpus, modules_to_blacklist
 from agent.vendors.nvidia.driver import FABRIC_MANAGER, RUNNING, has_unit
 
@@ -470,6 +484,82 @@ def _persistence_mode(daemon: Seen[str], grant: Grant, report: FabricReport) -> 
     if silent := ", ".join(sorted(set(grant.gpus) - said.keys())):
         return inferred._replace(message=printable(f"{inferred.message}; inferred: no answer from {silent}"))
     return true(kind, Reason.PERSISTENCE_ENABLED, f"{counted(len(grant.gpus), 'GPU')} in persistence mode")
+
+
+# What follows from what a GPU says of its own health. A newcomer adds a row, and a field to contract.HEALTH_FIELDS.
+
+YES, ACTIVE = "Yes", "Active"
+NOTHING = "None"
+OWN_WORDS: Mapping[tuple[str, str], OwnWord] = {
+    (RECOVERY_ACTION, NOTHING): OwnWord(),
+    (RECOVERY_ACTION, "Reset"): OwnWord(
+        Verdict.NEEDS_RESET, "RecoveryActionReset", "the GPU asks for a reset; drain the node and reset the GPU"
+    ),
+    (RECOVERY_ACTION, "Reboot"): OwnWord(
+        Verdict.NEEDS_REBOOT, "RecoveryActionReboot", "the GPU asks for a reboot; drain the node and reboot the host"
+    ),
+    (RECOVERY_ACTION, "Drain P2P"): OwnWord(
+        Verdict.DEGRADED,
+        "RecoveryActionDrainP2P",
+        "the GPU asks for an end of peer-to-peer traffic; end the programs that use several GPUs",
+    ),
+    (RECOVERY_ACTION, "Drain and Reset"): OwnWord(
+        Verdict.NEEDS_RESET,
+        "RecoveryActionDrainAndReset",
+        "the GPU asks for no new work, and then a reset; drain the node and reset the GPU",
+    ),
+    (RECOVERY_ACTION, "Recover IMEX Domain"): OwnWord(
+        Verdict.DEGRADED,
+        "RecoveryActionIMEX",
+        "the GPU asks for a recovery of its IMEX domain; see nvidia-imex on the domain's hosts",
+    ),
+    (ROWS_FAILED, YES): OwnWord(
+        Verdict.BROKEN, "RowRemapFailure", "a bad row of its memory could not be remapped; replace the GPU"
+    ),
+    (ROWS_PENDING, YES): OwnWord(
+        Verdict.DEGRADED, "RowRemapPending", "a bad row of its memory is remapped at the next reset; plan one"
+    ),
+    (PAGES_PENDING, YES): OwnWord(
+        Verdict.DEGRADED,
+        "PageRetirementPending",
+        "a bad page of its memory is retired when the driver is loaded again; plan that, or a reboot",
+    ),
+    (POWER_BRAKE, ACTIVE): OwnWord(
+        Verdict.DEGRADED,
+        "PowerBrake",
+        "the server makes it run at half its clocks or less (hardware power brake); check the power supplies",
+    ),
+    (FABRIC_HEALTH, "Unhealthy"): OwnWord(
+        Verdict.DEGRADED, "FabricUnhealthy", f"its NVLink fabric is not healthy; see `{SHOW_FABRIC_LOG}`"
+    ),
+    (FABRIC_HEALTH, "Limited Capacity"): OwnWord(
+        Verdict.DEGRADED, "FabricLimited", f"its NVLink fabric has less bandwidth; see `{SHOW_FABRIC_LOG}`"
+    ),
+}
+"""What each word means, by field. Words without a row mean nothing, except recovery actions. Those are named by NVML's
+nvmlDeviceGpuRecoveryAction_t (R610) and printed by nvidia-smi 580 and later; the verdicts of the kernel log's Xid 154
+are the same."""
+ONLY_A_RESET = OwnWord(
+    Verdict.NEEDS_RESET, "RequiresReset", "NVML refuses to query it until it is reset; drain the node and reset the GPU"
+)
+
+
+def judge(answer: HealthAnswer) -> OwnWord:
+    """Return the worst that the GPU says. What it does not say is no fault."""
+    said, action = answer.said, answer.said.get(RECOVERY_ACTION, NOTHING)
+    found = [ONLY_A_RESET] if REQUIRES_RESET in said.values() else []
+    found += [row for (field, word), row in OWN_WORDS.items() if said.get(field) == word]
+    if errors := whole_number(said.get(UNCORRECTED, "")):
+        what = f"{counted(errors, 'uncorrected ECC error')} since the driver initialised it; reset it when it is free"
+        found.append(OwnWord(Verdict.DEGRADED, "UncorrectedECC", what))
+    if (RECOVERY_ACTION, action) not in OWN_WORDS and action != REQUIRES_RESET:
+        what = "the GPU asks for a recovery that this release does not know; see `nvidia-smi -q`"
+        found.append(OwnWord(Verdict.DEGRADED, "RecoveryActionUnknown", what))
+    return max(found, key=lambda each: each.verdict.severity, default=OwnWord())
+
+
+def needs_nothing(answer: HealthAnswer) -> bool:
+    return answer.said.get(RECOVERY_ACTION) == NOTHING and not judge(answer).verdict.fenced
 
 
 # Symptoms: messages of NVIDIA's programs, CUDA and container runtimes.

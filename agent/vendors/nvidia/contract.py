@@ -110,6 +110,26 @@ def is_registered(answer: FabricAnswer) -> bool:
     return (answer.state, answer.status) == REGISTERED
 
 
+# What a GPU says of its own health, by the fields of `nvidia-smi --query-gpu`.
+# `nvidia-smi --help-query-gpu` lists the fields: that of 465.27 lacks remapped_rows, fabric and the recovery action;
+# that of 550.163.01 lacks the recovery action; those of 580.173.02 and 610.57.04 have all. Later drivers say
+# clocks_event_reasons, and list the older name too. No field has the error counters of NVLinks: only `nvidia-smi nvlink
+# -e` shows them.
+
+RECOVERY_ACTION = "gpu_recovery_action"
+UNCORRECTED = "ecc.errors.uncorrected.volatile.total"
+"""Errors since the driver initialised the GPU."""
+PAGES_PENDING = "retired_pages.pending"
+"""GPUs before Ampere retire pages; later ones remap rows."""
+ROWS_PENDING = "remapped_rows.pending"
+ROWS_FAILED = "remapped_rows.failure"
+POWER_BRAKE = "clocks_throttle_reasons.hw_power_brake_slowdown"
+FABRIC_HEALTH = "fabric.health.summary"
+HEALTH_FIELDS = (RECOVERY_ACTION, UNCORRECTED, PAGES_PENDING, ROWS_PENDING, ROWS_FAILED, POWER_BRAKE, FABRIC_HEALTH)
+REQUIRES_RESET = "GPU requires reset"
+"""What nvidia-smi prints, in brackets, for each field of a GPU that only a reset helps (NVML_ERROR_RESET_REQUIRED)."""
+
+
 # The files by which the GPU Operator's validator says that driver and toolkit work.
 # Names and content are as in the Operator's release 26.7, for a driver on the host (cmd/nvidia-validator). The device
 # plugin's container waits for both files, and sources the first one in its shell.

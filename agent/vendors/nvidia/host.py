@@ -8,7 +8,14 @@ from agent.model.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, Use
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import Variable
 from agent.vendors.host_vendor import DriverForPods, HostVendor, Sources
-from agent.vendors.nvidia.conditions import SYMPTOMS, cluster_findings, nvidia_conditions, remedies
+from agent.vendors.nvidia.conditions import (
+    SYMPTOMS,
+    cluster_findings,
+    judge,
+    needs_nothing,
+    nvidia_conditions,
+    remedies,
+)
 from agent.vendors.nvidia.contract import DIRECTORIES, SHARED
 from agent.vendors.nvidia.devices import (
     KERNEL_DRIVER,
@@ -226,4 +233,6 @@ NVIDIA = HostVendor(
     node_labels=node_labels,
     release_advice=release_advice,
     parse_kernel_message=parse_kernel_message,
+    judge=judge,
+    needs_nothing=needs_nothing,
 )

@@ -1,6 +1,6 @@
 """NVIDIA in the machine: generates CDI specifications with the toolkit's programs, and verifies them."""
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from typing import Any
 
 from agent.model.contract import AllocatableDevice
@@ -192,6 +192,17 @@ class NvidiaMachine(MachineVendor):
 
     def fabric_settled(self, request: Request, answers: tuple[FabricAnswer, ...]) -> bool:
         return {each.gpu for each in answers if is_registered(each) or not has_fabric(each)}.issuperset(request.gpus)
+
+    def health_fields(self, system: System) -> tuple[str, ...]:
+        return nvidia_ctk.health_fields(system)
+
+    def query_health(
+        self, system: System, request: Request, gpus: Collection[str], fields: tuple[str, ...]
+    ) -> Mapping[str, Mapping[str, str]]:
+        return nvidia_ctk.query_health(system, request.gpus, gpus, fields)
+
+    def in_persistence_mode(self, answer: FabricAnswer) -> bool:
+        return answer.persistence == "Enabled"
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:
         return tuple(contract.mount_points(request.sockets))

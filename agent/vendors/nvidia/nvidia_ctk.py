@@ -1,6 +1,5 @@
 """Generates a CDI specification with the NVIDIA Container Toolkit."""
 
-import contextlib
 import json
 import posixpath
 import re
@@ -10,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from agent.model.device import DeviceKind, DeviceNumber, FileIdentity, as_in_sysfs
-from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError
+from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError, UnkillableError
 from agent.model.handoff import FabricAnswer, Request
 from agent.model.json_document import parse_json
 from agent.model.text import dotted, first_of, printable
@@ -18,7 +17,15 @@ from agent.system.files import System
 from agent.vendors.cdi import items, normalised, object_of, objects, strings, with_nodes
 from agent.vendors.machine_vendor import CdiMode, Generated, looked_up
 from agent.vendors.nvidia import contract
-from agent.vendors.nvidia.contract import HOOK, NO_FABRIC, NVIDIA_CTK, is_answer
+from agent.vendors.nvidia.contract import (
+    HEALTH_FIELDS,
+    HOOK,
+    NO_ANSWER,
+    NO_FABRIC,
+    NVIDIA_CTK,
+    REQUIRES_RESET,
+    is_answer,
+)
 from agent.vendors.nvidia.verify import (
     HOOK_VARIABLE,
     NEEDED_LIBRARIES,
@@ -317,13 +324,15 @@ def _extended(
     return [new, *hooks] if first else [*hooks, new]
 
 
-# Asks nvidia-smi for GPUs, their MIG devices and their fabric, even if NVML cannot open one of the GPUs.
+# Asks nvidia-smi for GPUs, their MIG devices, fabric and health, even if NVML cannot open one of the GPUs.
 
 NVIDIA_SMI = "nvidia-smi"
 INVALID = 2
 """nvidia-smi's exit code if it does not know an argument or a field (nvidia-smi(1), RETURN VALUE)."""
 FABRIC_LIMIT = 10.0
 """Seconds for the query of all GPUs' fabric."""
+HEALTH_LIMIT = 10.0
+"""Seconds for the query of all GPUs' health. In persistence mode, one second is enough for eight GPUs."""
 FABRIC_WORD = re.compile(r"(?:(?:state|status)\s+)?(.*)")
 """A state or status as nvidia-smi prints it. Release 550 prints `state  In Progress` instead of `In Progress`."""
 WORD_LIMIT = 64
@@ -365,11 +374,50 @@ def query_fabric(system: System, gpus: tuple[str, ...]) -> tuple[FabricAnswer, .
     def word(text: str) -> str:
         match = FABRIC_WORD.match(printable(text))
         found = match[1][:WORD_LIMIT] if match else ""
-        # The host refuses other characters, so that no machine can make a command of a word.
-        return found if found in NO_FABRIC else re.sub(r"[^A-Za-z0-9 \[\]]", " ", found)
+        return found if found in NO_FABRIC else _plain(found)
 
     answers = (FabricAnswer(gpu, *map(word, rows[gpu])) for gpu in gpus if gpu in rows)
     return tuple(each for each in answers if is_answer(each))
+
+
+def _plain(word: str) -> str:
+    """Return a word without the characters that the host refuses, so that no machine can make a command of a word."""
+    return re.sub(r"[^A-Za-z0-9 \[\]]", " ", word)
+
+
+def health_fields(system: System) -> tuple[str, ...]:
+    """Return those of HEALTH_FIELDS that nvidia-smi knows: a field that it does not know fails the whole query.
+
+    Raises AgentError.
+    """
+    known = set(re.findall(r'"([A-Za-z0-9_.]+)"', system.run(NVIDIA_SMI, "--help-query-gpu", timeout=HEALTH_LIMIT)))
+    return tuple(each for each in HEALTH_FIELDS if each in known)
+
+
+def query_health(
+    system: System, gpus: tuple[str, ...], wanted: Collection[str], fields: tuple[str, ...]
+) -> dict[str, dict[str, str]]:
+    """Return what the `wanted` ones of the machine's GPUs say of their health, by PCI address and field.
+
+    A word is empty if the GPU did not answer; a field that it does not have is missing. A GPU that NVML cannot open is
+    left out. Raises AgentError or OSError if nvidia-smi cannot run.
+    """
+    # By an index, nvidia-smi opens only one GPU. It counts GPUs in the order of their addresses. NVML does not promise
+    # that (nvmlDeviceGetHandleByIndex), so an answer counts for the address that it names.
+    indices = [index for index, gpu in enumerate(sorted(gpus)) if gpu in wanted]
+    first_limit = HEALTH_LIMIT / 2 if len(indices) == len(gpus) else 0.0
+    rows = query(system, fields, indices, HEALTH_LIMIT, first_limit)
+    return {
+        gpu: {field: _answer(word) for field, word in zip(fields, rows[gpu], strict=True) if word not in NO_FABRIC}
+        for gpu in wanted
+        if gpu in rows
+    }
+
+
+def _answer(word: str) -> str:
+    if word.strip("[]") == REQUIRES_RESET:
+        return REQUIRES_RESET
+    return "" if word.startswith(NO_ANSWER) else _plain(printable(word)[:WORD_LIMIT]).strip("[] ")
 
 
 def query(
@@ -378,27 +426,32 @@ def query(
     """Return the values of fields of GPUs, by PCI address. A GPU that NVML cannot open is left out.
 
     If one GPU has failed, a query of all GPUs, which may take `first_limit` seconds, fails. Then each of the `names` is
-    queried by itself. These are indices, or PCI addresses: to find a GPU by its address, nvidia-smi also opens the GPUs
-    with lower indices.
+    queried by itself, and so they are if `first_limit` is 0. The names are indices, or PCI addresses: to find a GPU by
+    its address, nvidia-smi also opens the GPUs with lower indices.
 
     Raises ExitCodeError if nvidia-smi does not know the fields; AgentError or OSError if it cannot run, or if not all
-    GPUs could be queried within `limit` seconds.
+    GPUs could be queried within `limit` seconds; UnkillableError if a query hangs in the kernel, as the last one.
     """
     deadline = time.monotonic() + limit
     arguments = (f"--query-gpu=pci.bus_id,{','.join(fields)}", "--format=csv,noheader,nounits")
     texts = []
     try:
-        texts.append(system.run(NVIDIA_SMI, *arguments, timeout=first_limit))
+        if first_limit:
+            texts.append(system.run(NVIDIA_SMI, *arguments, timeout=first_limit))
     except ExitCodeError as error:
         if error.status == INVALID:
             raise
-        for name in names:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                why = f"{NVIDIA_SMI} takes more than {limit:.0f} s"
-                raise AgentError(why, "see `dmesg` on the host for the driver") from error
-            with contextlib.suppress(AgentError, OSError):
-                texts.append(system.run(NVIDIA_SMI, f"--id={name}", *arguments, timeout=min(GPU_LIMIT, remaining)))
+    for name in () if texts else names:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            why = f"{NVIDIA_SMI} takes more than {limit:.0f} s"
+            raise AgentError(why, "see `dmesg` on the host for the driver")
+        try:
+            texts.append(system.run(NVIDIA_SMI, f"--id={name}", *arguments, timeout=min(GPU_LIMIT, remaining)))
+        except UnkillableError:
+            raise
+        except (AgentError, OSError):
+            pass
     rows = [[each.strip() for each in row.split(",")] for text in texts for row in text.splitlines()]
     whole = [row for row in rows if len(row) == len(fields) + 1 and as_in_sysfs(row[0])]
     return {as_in_sysfs(row[0]): row[1:] for row in whole}

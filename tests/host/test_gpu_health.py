@@ -1,0 +1,247 @@
+"""What GPUs say of themselves, on its whole way: the host asks, a machine reports, the host judges and publishes."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from agent.config.settings import Config
+from agent.host.detach import attach
+from agent.host.observe.machine import parse_report
+from agent.host.reconcile import Reconciler
+from agent.host.state.gpus import observe_gpus, record_fault, record_lost, record_tainted
+from agent.host.verify.gpu_states import THE_GPU, health
+from agent.machine.run import run
+from agent.model.conditions import ConditionType, Status
+from agent.model.contract import GpuState, HealthQuestions, parse_gpu_states, parse_health_questions
+from agent.model.errors import DocumentError
+from agent.model.facts import Facts, Gpu, GpuFacts, GpuFault, Granted, MachineFacts, Verdict
+from agent.model.handoff import HealthAnswer, Report, render_report
+from agent.model.paths import (
+    HEALTH_NAME,
+    MACHINE_HANDOFF_DIRECTORY,
+    PCI_DEVICES,
+    gpu_health_file,
+    gpu_states_file,
+    handoff_file,
+)
+from agent.vendors.nvidia.contract import RECOVERY_ACTION, REQUIRES_RESET
+from tests.fakes.clock import Clock
+from tests.fakes.facts import facts
+from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.host import Host
+from tests.fakes.machine import GPUS, fabric_rows, gpu_machine, smi_health, systemctl
+from tests.fakes.sound_host import ALL_OPEN, report, start
+
+FIRST, SECOND = GPUS
+FILE = gpu_health_file(MACHINE)
+BAD = {"remapped_rows.failure": "Yes"}
+
+
+@pytest.fixture
+def agent(gpu_host: Host) -> Reconciler:
+    """The agent of a host with a running machine that offers its GPUs by Dynamic Resource Allocation."""
+    for address in GPUS:
+        gpu_host.symlink(f"{PCI_DEVICES}/{address}", f"../../../devices/pci0000:00/{address}")
+        gpu_host.symlink(f"/sys/devices/pci0000:00/{address}/driver", "../../../bus/pci/drivers/nvidia")
+    agent = reconciler(gpu_host, allocation="dra")
+    start(gpu_host, agent)
+    return agent
+
+
+def judged(agent: Reconciler) -> tuple[str, str]:
+    """Make a pass. Return the reason of GPUsHealthy, and the state of the second GPU for pods."""
+    (machine,) = agent.reconcile().machines
+    found = next(each for each in machine.conditions if each.type is ConditionType.GPUS_HEALTHY)
+    return found.reason, parse_gpu_states(agent.system.read(gpu_states_file(MACHINE)))[SECOND].state
+
+
+def said(host: Host, words: dict[str, str], asked: float = 2000.0, gpu: str = SECOND) -> None:
+    report(host, ALL_OPEN, health=(HealthAnswer(gpu, words, 1000.0, asked),))
+
+
+def reset_needed(host: Host, verdict: Verdict = Verdict.NEEDS_RESET, at: float = 1500.0) -> None:
+    assert record_fault(host, SECOND, GpuFault("Xid48", "Xid 48: simulated", at, verdict, at))
+
+
+def test_the_way_from_the_host_to_the_gpus_and_back(
+    agent: Reconciler, gpu_host: Host, tmp_path: Path, clock: Clock
+) -> None:
+    machine = gpu_machine(tmp_path / "in-machine")
+    machine.program("nvidia-smi of fabric", fabric_rows(*GPUS, persistence="Enabled"))
+    machine.program("nvidia-smi of health", smi_health(*GPUS, failure="Yes"))
+    machine.program("systemctl", systemctl("inactive", 0, "dead"))
+    machine.put(f"{MACHINE_HANDOFF_DIRECTORY}/{HEALTH_NAME}", gpu_host.read(FILE))
+    for _ in range(2):
+        run(machine)
+        clock.sleep(60)
+    found = parse_report(machine.read("/run/unbounded-agent/report/report.json"))
+    assert [each.gpu for each in found.health] == [*GPUS]
+    assert judged(agent) == ("Healthy", GpuState.HEALTHY)
+    report(gpu_host, ALL_OPEN, health=found.health)
+    assert judged(agent) == ("GPUBroken", GpuState.UNHEALTHY)
+    status = parse_gpu_states(gpu_host.read(gpu_states_file(MACHINE)))[SECOND]
+    assert (status.reason, status.since) == ("RowRemapFailure", int(found.health[1].since))
+    assert "replace the GPU" in status.message
+
+
+def test_what_the_host_asks(agent: Reconciler, gpu_host: Host) -> None:
+    """Nobody may open a GPU that somebody takes out of use, or that is lost. No change makes a new handoff."""
+    before = gpu_host.read(handoff_file(MACHINE))
+    assert parse_health_questions(gpu_host.read(FILE)) == HealthQuestions(300.0)
+    assert record_tainted(gpu_host, SECOND, evict=False)
+    agent.reconcile()
+    assert parse_health_questions(gpu_host.read(FILE)).withheld == (SECOND,)
+    assert record_lost(gpu_host, FIRST, "simulated")
+    # A verdict alone withholds nothing: only the GPU can say that it has recovered.
+    agent.reconcile()
+    assert parse_health_questions(gpu_host.read(FILE)).withheld == (FIRST, SECOND)
+    assert gpu_host.read(handoff_file(MACHINE)) == before
+    agent.config = Config.validated({"machines": {MACHINE: {}}, "gpu_health": {"interval": 0}})
+    agent.reconcile()
+    assert not gpu_host.exists(FILE)
+
+
+def test_a_gpu_with_a_verdict_is_asked_on(agent: Reconciler, gpu_host: Host) -> None:
+    reset_needed(gpu_host)
+    assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+    assert parse_health_questions(gpu_host.read(FILE)).withheld == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict", "asked", "recovers"),
+    [
+        ({RECOVERY_ACTION: "None"}, Verdict.NEEDS_RESET, 1501.0, True),
+        ({RECOVERY_ACTION: "None"}, Verdict.NEEDS_REBOOT, 1501.0, True),
+        ({RECOVERY_ACTION: "None"}, Verdict.NEEDS_RESET, 1499.0, False),
+        ({RECOVERY_ACTION: "None"}, Verdict.BROKEN, 1501.0, False),
+        ({RECOVERY_ACTION: "Reset"}, Verdict.NEEDS_RESET, 1501.0, False),
+        ({RECOVERY_ACTION: "None", **BAD}, Verdict.NEEDS_RESET, 1501.0, False),
+        # To say nothing is not to say that all is well.
+        ({}, Verdict.NEEDS_RESET, 1501.0, False),
+    ],
+)
+def test_the_gpus_own_word_ends_an_error_once(
+    agent: Reconciler,
+    gpu_host: Host,
+    words: dict[str, str],
+    verdict: Verdict,
+    asked: float,
+    recovers: bool,
+) -> None:
+    """Before, the fault stayed after each reset until `gpus attach`."""
+    reset_needed(gpu_host, verdict)
+    said(gpu_host, words, asked)
+    found = judged(agent)
+    assert (SECOND not in observe_gpus(gpu_host).faults) is recovers
+    assert (found == ("Healthy", GpuState.HEALTHY)) is recovers
+    if recovers:
+        assert judged(agent) == ("Healthy", GpuState.HEALTHY)
+        reset_needed(gpu_host, verdict, asked + 1)
+        assert judged(agent)[1] == GpuState.UNHEALTHY, "a later error counts"
+
+
+def test_attach_forgets_what_the_gpu_said_before(agent: Reconciler, gpu_host: Host) -> None:
+    """Otherwise a GPU that nobody may use would never be asked again, and so stay unhealthy."""
+    said(gpu_host, {RECOVERY_ACTION: "Reset"})
+    assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+    assert "counts as healthy again" in attach(SECOND, agent).sentences[0]
+    assert judged(agent) == ("Healthy", GpuState.HEALTHY)
+    said(gpu_host, {RECOVERY_ACTION: "Reset"}, asked=float(1 << 35))
+    assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+
+
+HAS, OTHER = "a", "b"
+
+
+def known(gpus: dict[str, tuple[str, ...]], faults: dict[str, GpuFault], driver: str = "nvidia") -> tuple[Gpu, Facts]:
+    """Return the second GPU, and facts of machines with these GPUs, each of which says that all GPUs are broken."""
+    gpu = Gpu(SECOND, "nvidia", driver)
+    answers = tuple(HealthAnswer(each, BAD, 1000.0, 2000.0, "Withheld") for each in GPUS)
+    machines = tuple(
+        MachineFacts(
+            name=name,
+            root=f"/{name}",
+            unit_state="active",
+            granted=Granted("", its, {}),
+            report=Report("", (), health=answers),
+        )
+        for name, its in gpus.items()
+    )
+    return gpu, replace(facts(), machines=machines, gpus=GpuFacts(faults))
+
+
+LOGGED = GpuFault("Xid48", "Xid 48", 1500.0, Verdict.NEEDS_RESET, 1500.0)
+BROKEN = (Verdict.BROKEN, "RowRemapFailure", "the GPU", 1000.0)
+HEALTHY = (Verdict.HEALTHY, "", "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "faults", "machine", "found"),
+    [
+        ({HAS: (SECOND,)}, {}, "", BROKEN),
+        ({HAS: (SECOND,)}, {}, HAS, BROKEN),
+        # A machine that does not have the GPU, or not alone, costs nobody else the GPU.
+        ({HAS: (SECOND,), OTHER: (FIRST,)}, {}, OTHER, HEALTHY),
+        ({HAS: (FIRST,)}, {}, "", HEALTHY),
+        ({HAS: (SECOND,), OTHER: (SECOND,)}, {}, "", HEALTHY),
+        ({HAS: (SECOND,), OTHER: (SECOND,)}, {}, HAS, BROKEN),
+        # The worst counts; for equally bad ones, the kernel log.
+        ({HAS: (SECOND,)}, {SECOND: LOGGED}, "", BROKEN),
+        (
+            {HAS: (SECOND,)},
+            {SECOND: GpuFault("Xid1", "Xid 1", 1.0, Verdict.BROKEN, 1.0)},
+            "",
+            (Verdict.BROKEN, "Xid1", "kernel log", 1.0),
+        ),
+        ({}, {SECOND: LOGGED}, "", (Verdict.NEEDS_RESET, "Xid48", "kernel log", 1500.0)),
+    ],
+)
+def test_who_may_say_what_of_a_gpu(
+    gpus: dict[str, tuple[str, ...]],
+    faults: dict[str, GpuFault],
+    machine: str,
+    found: tuple[Verdict, str, str, float],
+) -> None:
+    seen = health(*known(gpus, faults), machine)
+    assert (seen.verdict, seen.reason, seen.source, seen.since) == found
+    if seen.source == THE_GPU:
+        assert (seen.asked, seen.silence) == (2000.0, "Withheld")
+
+
+def test_a_gpu_without_a_driver_says_nothing() -> None:
+    assert health(*known({HAS: (SECOND,)}, {}, driver="")).verdict is Verdict.UNKNOWN
+
+
+GOOD = HealthAnswer(SECOND, {RECOVERY_ACTION: REQUIRES_RESET}, 1000.0, 2000.0, "NoAnswer")
+
+
+@pytest.mark.parametrize(
+    "health",
+    [
+        (GOOD._replace(gpu="../x"),),
+        (GOOD._replace(said={"gpu_recovery_action": "run `rm -rf /`"}),),
+        (GOOD._replace(said={"gpu_recovery_action": "x" * 65}),),
+        (GOOD._replace(said={"gpu_recovery_action": "Reset\n"}),),
+        (GOOD._replace(said={"Field with words": "Yes"}),),
+        (GOOD._replace(said={f"field{number}": "Yes" for number in range(33)}),),
+        (GOOD._replace(since=-1.0),),
+        (GOOD._replace(asked=float(1 << 36)),),
+        (GOOD._replace(silence="not a word"),),
+        (GOOD, GOOD),
+        tuple(GOOD._replace(gpu=f"0000:{number >> 5:02x}:{number & 31:02x}.0") for number in range(1025)),
+    ],
+)
+def test_a_hostile_report_is_refused(health: tuple[HealthAnswer, ...]) -> None:
+    assert parse_report(render_report(Report("0" * 16, (), publication=None, health=(GOOD,)))).health == (GOOD,)
+    with pytest.raises(DocumentError, match="health"):
+        parse_report(render_report(Report("0" * 16, (), publication=None, health=health)))
+
+
+def test_a_report_of_an_older_release_says_nothing_of_health(agent: Reconciler, gpu_host: Host) -> None:
+    text = render_report(Report("0" * 16, ()))
+    assert b'"health"' in text
+    assert parse_report(text.replace(b'"health"', b'"unknown"')).health == ()
+    assert judged(agent)[0] == "Healthy"
+    (machine,) = agent.reconcile().machines
+    assert machine.ready.status is Status.TRUE
