@@ -191,10 +191,10 @@ class GpuError(Struct, frozen=True):
     """Whether a program caused the error."""
     lost: bool = False
     """Whether the error means that the GPU stopped answering."""
-    refused: bool = False
-    """Whether the error means that the driver did not take the GPU, so that no driver is bound to it."""
     recovered: bool = False
     """It is no error: the driver says that a GPU no longer needs a reset or a reboot."""
+    refused: bool = False
+    """Whether the error means that the driver did not take the GPU, so that no driver is bound to it."""
 
 
 REBIND = (
