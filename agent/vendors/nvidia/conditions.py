@@ -30,12 +30,14 @@ from agent.vendors.host_vendor import (
     unusable,
 )
 from agent.vendors.nvidia.contract import (
+    DRAIN_AND_RESET,
     FABRIC_HEALTH,
     PAGES_PENDING,
     POWER_BRAKE,
     RECOVERY_ACTION,
     REGISTERED,
     REQUIRES_RESET,
+    RESET_REQUIRED,
     ROWS_FAILED,
     ROWS_PENDING,
     UNCORRECTED,
@@ -490,11 +492,18 @@ def _persistence_mode(daemon: Seen[str], grant: Grant, report: FabricReport) -> 
 
 YES, ACTIVE = "Yes", "Active"
 NOTHING = "None"
+RESET_IT = OwnWord(
+    Verdict.NEEDS_RESET, "RecoveryActionReset", "the GPU asks for a reset; drain the node and reset the GPU"
+)
+DRAIN_AND_RESET_IT = OwnWord(
+    Verdict.NEEDS_RESET,
+    "RecoveryActionDrainAndReset",
+    "the GPU asks for no new work, and then a reset; drain the node and reset the GPU",
+)
 OWN_WORDS: Mapping[tuple[str, str], OwnWord] = {
     (RECOVERY_ACTION, NOTHING): OwnWord(),
-    (RECOVERY_ACTION, "Reset"): OwnWord(
-        Verdict.NEEDS_RESET, "RecoveryActionReset", "the GPU asks for a reset; drain the node and reset the GPU"
-    ),
+    (RECOVERY_ACTION, "Reset"): RESET_IT,
+    (RESET_REQUIRED, YES): RESET_IT,
     (RECOVERY_ACTION, "Reboot"): OwnWord(
         Verdict.NEEDS_REBOOT, "RecoveryActionReboot", "the GPU asks for a reboot; drain the node and reboot the host"
     ),
@@ -503,11 +512,8 @@ OWN_WORDS: Mapping[tuple[str, str], OwnWord] = {
         "RecoveryActionDrainP2P",
         "the GPU asks for an end of peer-to-peer traffic; end the programs that use several GPUs",
     ),
-    (RECOVERY_ACTION, "Drain and Reset"): OwnWord(
-        Verdict.NEEDS_RESET,
-        "RecoveryActionDrainAndReset",
-        "the GPU asks for no new work, and then a reset; drain the node and reset the GPU",
-    ),
+    (RECOVERY_ACTION, "Drain and Reset"): DRAIN_AND_RESET_IT,
+    (DRAIN_AND_RESET, YES): DRAIN_AND_RESET_IT,
     (RECOVERY_ACTION, "Recover IMEX Domain"): OwnWord(
         Verdict.DEGRADED,
         "RecoveryActionIMEX",
