@@ -348,6 +348,8 @@ class Gpu(Struct, frozen=True, order=True):
     modules: tuple[str, ...] | None = None
     """Of a driver that is not the vendor's: its kernel module, and those that load this one again. Empty if the driver
     is built into the kernel; None if that is unknown."""
+    why_unbound: str = ""
+    """Why it has no driver, if the kernel log says so."""
 
 
 class ServiceDirectory(Struct, frozen=True, order=True):

@@ -204,16 +204,16 @@ class KernelLog:
     def __init__(self, descriptor: int, read: Callable[[int, int], bytes] = os.read, after: int | None = None) -> None:
         """Read from `descriptor`, which must return one record per read(2) and not block. This object closes it.
 
-        Of the records that the log already has, only those after the sequence number `after` are returned; none of
-        them if `after` is None.
+        Of the records that the log already has, only those after the sequence number `after` are returned; all of them
+        if `after` is None.
         """
         self.overruns = 0
-        """How often records were overwritten before they were read; skipped records do not count."""
+        """How often records were overwritten before they were read."""
         self.sequence = after
         """Sequence number of the last record that was read; at first `after`. It grows until the host reboots."""
         self.behind = True
         """Whether records that the log already had at the start are still unread."""
-        self._descriptor, self._read, self._after = descriptor, read, after
+        self._descriptor, self._read = descriptor, read
 
     def fileno(self) -> int:
         """Return the descriptor for poll(2). It is readable when there is a record."""
@@ -234,7 +234,7 @@ class KernelLog:
                 if error.errno != errno.EPIPE:
                     raise
                 # Records were overwritten; the next read returns the oldest remaining one.
-                self.overruns += not self._skips
+                self.overruns += 1
                 continue
             if not record:
                 self.behind = False
@@ -245,14 +245,9 @@ class KernelLog:
             if number is None or (self.behind and self.sequence is not None and number <= self.sequence):
                 continue
             self.sequence = number
-            if text is not None and not self._skips:
+            if text is not None:
                 texts.append(text)
         return tuple(texts)
-
-    @property
-    def _skips(self) -> bool:
-        """Whether all records are skipped now: those that the log already had at the start, if `after` is None."""
-        return self.behind and self._after is None
 
     def close(self) -> None:
         # The descriptor may be bad (EBADF): that can be the reason for closing it.

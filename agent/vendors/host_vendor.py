@@ -12,7 +12,19 @@ from msgspec import Struct, field
 from agent.config.settings import DriverSettings, MachineSettings
 from agent.model.conditions import Condition, ConditionType, Reason, false, unknown
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.facts import Absent, Broken, CacheEntry, DrmDevice, Gpu, PciDevice, Seen, Unseen, VendorFacts, Verdict
+from agent.model.facts import (
+    Absent,
+    Broken,
+    CacheEntry,
+    DrmDevice,
+    Gpu,
+    GpuFault,
+    PciDevice,
+    Seen,
+    Unseen,
+    VendorFacts,
+    Verdict,
+)
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import FabricAnswer, HealthAnswer
 from agent.model.text import whole_number
@@ -133,6 +145,8 @@ class Sources(Struct, frozen=True):
     """Returns when one of these units last became active, in microseconds since the host booted; 0 if it has not."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """What the kernel log said about each GPU that stopped answering, by PCI address. sysfs still lists such a GPU."""
+    faults: Mapping[str, GpuFault] = field(default_factory=dict)
+    """The worst error of each GPU in the kernel log, by PCI address."""
     detached: frozenset[str] = frozenset()
     """PCI addresses of detached GPUs."""
     driver: DriverSettings = field(default_factory=DriverSettings)
@@ -179,6 +193,37 @@ class GpuError(Struct, frozen=True):
     """Whether the error means that the GPU stopped answering."""
     recovered: bool = False
     """It is no error: the driver says that a GPU no longer needs a reset or a reboot."""
+    refused: bool = False
+    """Whether the error means that the driver did not take the GPU, so that no driver is bound to it."""
+
+
+REBIND = (
+    "end the programs that use it, run `echo {0} > /sys/bus/pci/devices/{0}/driver/unbind`, then "
+    "`echo {0} > /sys/bus/pci/drivers_probe`"
+)
+REBOOT = "drain the node and reboot the host; if this recurs, see `dmesg`"
+WEDGED: Mapping[str, tuple[Verdict, str]] = {
+    "none": (Verdict.HEALTHY, "a program stopped the GPU, and the driver has reset it"),
+    "rebind": (Verdict.NEEDS_RESET, f"the driver has given up the GPU; to bind it again, {REBIND}"),
+    "bus-reset": (
+        Verdict.NEEDS_RESET,
+        "the driver has given up the GPU; to find it on its bus again, run `unbounded-agent gpus detach {0}`, "
+        "`echo 1 > /sys/bus/pci/devices/{0}/remove`, then `echo 1 > /sys/bus/pci/rescan`",
+    ),
+    # xe asks for this when the GPU needs new firmware (xe_survivability_mode.c).
+    "vendor-specific": (Verdict.BROKEN, "the GPU needs a procedure of its vendor, such as new firmware; see `dmesg`"),
+    "cold-reset": (Verdict.NEEDS_REBOOT, "the driver has given up the GPU; drain the node, and power it off and on"),
+    "unknown": (Verdict.NEEDS_REBOOT, f"the driver has given up the GPU, and knows no remedy; {REBOOT}"),
+}
+"""What a driver asks for in a uevent `WEDGED=` (Documentation/gpu/drm-uapi.rst in the kernel, since 6.15): the verdict,
+and what to do. `{0}` stands for the GPU's address."""
+
+
+def wedged(pci_address: str, methods: str) -> GpuError:
+    """Return the error that a driver reports in a uevent with `WEDGED=methods`, of which the first is the mildest."""
+    verdict, meaning = WEDGED.get(methods.partition(",")[0], WEDGED["unknown"])
+    recovered = verdict is Verdict.HEALTHY
+    return GpuError(pci_address, "Wedged", meaning.format(pci_address), verdict, from_application=recovered)
 
 
 class OwnWord(Struct, frozen=True):
@@ -282,8 +327,12 @@ def faulty_gpus(
     missing = [address for address in grant.gpus if address not in {*unbound, *lost, *with_node}]
     faults = []
     if unbound:
-        message = f"no driver is bound to {', '.join(unbound)}; {driver_advice(unbound)}"
-        faults.append(false(KIND, Reason.GPU_WITHOUT_DRIVER, message, unbound))
+        why = {gpu.pci_address: gpu.why_unbound for gpu in facts.gpus if gpu.why_unbound and gpu.pci_address in unbound}
+        sentences = [f"no driver is bound to {address}: {reason}" for address, reason in why.items()]
+        # Where the kernel log says why, another attempt would fail the same way.
+        if others := tuple(address for address in unbound if address not in why):
+            sentences.append(f"no driver is bound to {', '.join(others)}; {driver_advice(others)}")
+        faults.append(false(KIND, Reason.GPU_WITHOUT_DRIVER, "; ".join(sentences), unbound))
     if lost:
         sentences = [f"{address}: {why}" for address, why in lost.items()]
         faults.append(false(KIND, Reason.GPU_FALLEN_OFF_BUS, "; ".join(sentences), lost))

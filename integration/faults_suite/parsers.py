@@ -37,7 +37,7 @@ from agent.vendors.host_vendor import parse_majors, parse_misc
 from agent.vendors.nvidia import nvidia_ctk
 from agent.vendors.nvidia import verify as cdi
 from agent.vendors.nvidia.contract import parse_instance
-from agent.vendors.nvidia.devices import parse_information, parse_xid
+from agent.vendors.nvidia.devices import parse_information, parse_kernel_message
 from agent.vendors.nvidia.driver import parse_parameters
 from agent.vendors.nvidia.machine import edit_runtime_config
 from tests.fakes.machine import REQUEST
@@ -99,7 +99,7 @@ PARSERS: dict[str, Parser] = {
     "handoff": parse_handoff,
     "health-questions": parse_health_questions,
     "kernel-log": parse_record,
-    "kernel-message": _of_text(parse_xid),
+    "kernel-message": _of_text(parse_kernel_message),
     "kubeconfig": lambda data: parse_kubeconfig("/etc/kubernetes/kubelet.conf", data),
     "kubelet-checkpoint": parse_checkpoint,
     "ldconfig": _of_text(parse_listing),

@@ -16,6 +16,7 @@ from agent.model.facts import (
     StagedRoot,
     UserSpace,
     VendorFacts,
+    Verdict,
 )
 from agent.model.handoff import Repair
 from tests.fakes.facts import library
@@ -42,6 +43,7 @@ def facts(now: float = 1.7e9, host: int = 0, model: str = "NVIDIA H100 80GB HBM3
         for gpu in gpus
     ]
     shared = [DeviceNode(f"/dev/{kind}", kind, DeviceNumber(511, minor)) for minor, kind in enumerate(SHARED)]
+    fault = GpuFault("Xid48", "a double-bit ECC error", now, Verdict.NEEDS_RESET, now)
     root = StagedRoot(0, "nvidia", DRIVER, (library("usr/lib/libcuda.so.1", "/usr/lib/libcuda.so.1", size=512 << 20),))
     return Facts(
         architecture="x86_64",
@@ -50,7 +52,7 @@ def facts(now: float = 1.7e9, host: int = 0, model: str = "NVIDIA H100 80GB HBM3
         vendors=(VendorFacts("nvidia", gpus, (*own, *shared), Driver(DRIVER, UserSpace(DRIVER, ()))),),
         machines=(MachineFacts(name=MACHINE, root="/", unit_state="active"),),
         staged=(root,),
-        gpus=GpuFacts(faults={ADDRESSES[7]: GpuFault("Xid48", "a double-bit ECC error", now)}),
+        gpus=GpuFacts(faults={ADDRESSES[7]: fault}),
         state_free=20 << 30,
     )
 

@@ -36,6 +36,8 @@ POD = "0::/kubepods.slice/kubepods-pod0f5ac6c8_8d3b_4f5e_9a1b_111111111111.slice
 )
 HEALTHY = {
     "gpu_recovery_action": "None",
+    "reset_status.reset_required": "No",
+    "reset_status.drain_and_reset_recommended": "No",
     "ecc.errors.uncorrected.volatile.total": "0",
     "remapped_rows.pending": "No",
     "remapped_rows.failure": "No",
@@ -174,7 +176,7 @@ def test_a_gpu_is_asked_only_if_that_disturbs_nothing(
     assert [bool(each["said"]) for each in answers(asked).values()] == [not each for each in silent]
 
 
-@pytest.mark.parametrize("missing", [HEALTH_FIELDS[:1], HEALTH_FIELDS[:1] + HEALTH_FIELDS[3:], ()])
+@pytest.mark.parametrize("missing", [HEALTH_FIELDS[:1], HEALTH_FIELDS[:1] + HEALTH_FIELDS[5:], ()])
 def test_fields_that_a_driver_lacks_are_not_asked_for(
     asked: Machine, later: Callable[[float], None], missing: tuple[str, ...]
 ) -> None:

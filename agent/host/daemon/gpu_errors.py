@@ -1,4 +1,4 @@
-"""Follows GPU errors in the kernel log: counts and logs them, and records what they say of GPUs' health."""
+"""Follows GPU errors, most of them in the kernel log: counts, logs and records them."""
 
 import logging
 import select
@@ -68,7 +68,8 @@ class GpuErrors:
         """The position that was last saved, or was to be saved. If it could not be written, `_unsaved` is True."""
         self._sequence = self._position.sequence if self._position else None
         """Number of the last log record that was read. At the first start after a boot of the host, this is None until
-        the records that exist are skipped: it is unknown to which drivers the GPUs were bound when they were written.
+        the records that exist are read. It is unknown to which drivers the GPUs were bound when they were written, so
+        only those count that say why a GPU has no driver.
         """
 
     def open(self) -> None:
@@ -80,8 +81,8 @@ class GpuErrors:
                 raise self._failed(error) from error
             self.error = ""
             if self._sequence is None:
-                # The first read skips the records that exist already. So read now: a first read in the first pass would
-                # also skip the records that are written until then.
+                # Most of the records that exist already do not count. So read now: in the first pass, the records that
+                # are written until then would not count either.
                 self._read()
 
     def close(self) -> None:
@@ -102,6 +103,10 @@ class GpuErrors:
         recorded = self._record()
         self._read()
         return self._record() or recorded
+
+    def receive(self, error: GpuError) -> None:
+        """Take an error that the kernel has just reported in another way. The next `needs_pass` records it."""
+        self._handle(error, 1, behind=False)
 
     def save_position(self, addresses: Iterable[str]) -> None:
         """Record how far the log was read, for the next start. `addresses` are the host's GPUs. Raises OSError."""
@@ -128,13 +133,13 @@ class GpuErrors:
         self.open()
         if self._log is None:
             return
-        overruns, behind = self._log.overruns, self._log.behind
+        overruns, behind, first = self._log.overruns, self._log.behind, self._sequence is None
         try:
             texts = self._log.read()
         except OSError as error:
             raise self._failed(error) from error
-        # At the first start after a boot, `_sequence` stays None until all old records are skipped. Otherwise, if a
-        # restart interrupted the skipping, the service would read the remaining old records as new ones.
+        # At the first start after a boot, `_sequence` stays None until all old records are read. Otherwise, after a
+        # restart in between, the service would take the remaining old records for new ones.
         if self._sequence is not None or not self._log.behind:
             self._sequence = self._log.sequence
         if self._log.overruns > overruns:
@@ -142,11 +147,12 @@ class GpuErrors:
         # If many log records have the same error, check and log the error once.
         found = (vendor.parse_kernel_message(text) for text in texts for vendor in HOST_VENDORS)
         for each, count in Counter(each for each in found if each).items():
-            # Errors at an address where no GPU is, or had an earlier error, are ignored. This limits the number of
-            # series of unbounded_agent_gpu_xid_errors_total, because a host has few slots.
-            address = each.pci_address
-            if address in self.last or read_seen(self._system.exists, f"{PCI_DEVICES}/{address}") is True:
+            if not first or self._explains(each):
                 self._handle(each, count, behind)
+
+    def _explains(self, error: GpuError) -> bool:
+        """Return whether an error from before the first start is why the GPU has no driver now."""
+        return error.refused and read_seen(self._system.exists, f"{PCI_DEVICES}/{error.pci_address}/driver") is False
 
     def _handle(self, error: GpuError, count: int, behind: bool) -> None:
         """Count and log an error. If it says something of the GPU's health, note it for `_record`.
@@ -155,7 +161,11 @@ class GpuErrors:
         to a driver again. So the error is recorded only if the binding is still the one that was saved with the
         position.
         """
+        # Errors at an address where no GPU is, or had an earlier error, are ignored. This limits the number of series
+        # of unbounded_agent_gpu_xid_errors_total, because a host has few slots.
         address = error.pci_address
+        if address not in self.last and read_seen(self._system.exists, f"{PCI_DEVICES}/{address}") is not True:
+            return
         if error.number is not None:
             self._counted(address, error.number, count)
         self.last[address] = f"{error.meaning} (read at {rfc3339(time.time())})"

@@ -306,7 +306,7 @@ class Daemon:
         with self._event_log.guarded(f"remove {SERVICE_STATE}, which an earlier service wrote"):
             system.remove(SERVICE_STATE)
         self._gpu_errors = GpuErrors(system, self._metrics.gpu_error)
-        sources = host_sources(system, HOST_VENDORS, lambda: self.loaded.config.driver)
+        sources = host_sources(system, HOST_VENDORS, lambda: self.loaded.config.driver, self._gpu_errors.receive)
         self._wakeups = Wakeups((*sources, self._gpu_errors))
         self.loaded = loaded = load()
         self._reconciler = self._make(loaded, self._progress)

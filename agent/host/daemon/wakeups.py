@@ -8,6 +8,7 @@ import errno
 import logging
 import math
 import os
+import re
 import select
 import time
 from collections import defaultdict, deque
@@ -18,6 +19,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from agent.config.settings import DriverSettings
+from agent.model.device import PCI_ADDRESS
 from agent.model.goal import in_words
 from agent.model.handoff import SIZE_LIMIT
 from agent.model.paths import MACHINED_STATE, MACHINES_RUNTIME, REPORT_NAME, RUNTIME, WAKE, report_directory
@@ -25,7 +27,7 @@ from agent.model.text import one_line, sha256
 from agent.system import inotify, opening
 from agent.system.devices import CONTROL, Event, Monitor, udev_monitor
 from agent.system.files import System
-from agent.vendors.host_vendor import HostVendor
+from agent.vendors.host_vendor import GpuError, HostVendor, wedged
 
 log = logging.getLogger(__name__)
 
@@ -312,6 +314,8 @@ class Directories:
 
 BATCH = 1000
 """How many events one call of `needs_pass` parses at most."""
+CARD = re.compile(rf".*/({PCI_ADDRESS.pattern})/drm/card[0-9]+")
+"""The path of a GPU's DRM node, for which the kernel sends the events of a wedged GPU (drm_dev_wedged_event)."""
 
 
 class Udev:
@@ -319,9 +323,15 @@ class Udev:
 
     name = "udev"
 
-    def __init__(self, system: System, modules: tuple[str, ...], monitor: Callable[[], Monitor] = udev_monitor) -> None:
-        """`modules` has patterns (fnmatch) of the kernel modules that matter."""
-        self._system, self._modules, self._make = system, modules, monitor
+    def __init__(
+        self,
+        system: System,
+        modules: tuple[str, ...],
+        failed: Callable[[GpuError], None],
+        monitor: Callable[[], Monitor] = udev_monitor,
+    ) -> None:
+        """`modules` has patterns (fnmatch) of the kernel modules that matter. `failed` gets errors of GPUs."""
+        self._system, self._modules, self._failed, self._make = system, modules, failed, monitor
         self._monitor: Monitor | None = None
 
     def open(self) -> None:
@@ -337,19 +347,18 @@ class Udev:
 
     def needs_pass(self) -> bool:
         """Do as every Source. An overflow is an error: the source is then opened again, which needs a pass."""
-        monitor = self._monitor
+        monitor, needed = self._monitor, False
         for _ in range(BATCH):
-            device = monitor.poll(0) if monitor else None
-            if device is None:
-                return False
-            if matters(device, self._modules):
-                # The pass will observe everything. A new monitor has none of the events that still wait, so nothing
-                # needs to parse them.
-                self.open()
-                return True
-        # None of these BATCH events matters. If there are more, the monitor stays readable, and the next call comes at
-        # once.
-        return False
+            event = monitor.poll(0) if monitor else None
+            if event is None:
+                break
+            # Read on after an event that needs a pass: the next one may be that of a wedged GPU, which is not repeated.
+            needed = matters(event, self._modules) or needed
+            card = CARD.fullmatch(event.device_path)
+            if card and (methods := event.properties.get("WEDGED")):
+                self._failed(wedged(card[1], methods))
+        # If there are more than BATCH events, the monitor stays readable, and the next call comes at once.
+        return needed
 
 
 def matters(event: Event, modules: tuple[str, ...]) -> bool:
@@ -381,9 +390,15 @@ MANY is enough for sixteen GPUs that come one after another, even if each causes
 
 
 def host_sources(
-    system: System, vendors: tuple[HostVendor, ...], driver: Callable[[], DriverSettings]
+    system: System,
+    vendors: tuple[HostVendor, ...],
+    driver: Callable[[], DriverSettings],
+    failed: Callable[[GpuError], None],
 ) -> tuple[Source, ...]:
-    """Return all event sources except the kernel log. `driver` returns the current settings of the driver."""
+    """Return all event sources except the kernel log.
+
+    `driver` returns the current settings of the driver. `failed` gets the errors of GPUs that udevd reports.
+    """
     modules = tuple(pattern for vendor in vendors for pattern in vendor.module_names)
     nodes = [pattern for vendor in vendors for pattern in vendor.node_names]
     libraries = [pattern for vendor in vendors for pattern in vendor.library_names]
@@ -401,7 +416,7 @@ def host_sources(
         return ()
 
     return (
-        Udev(system, modules),
+        Udev(system, modules, failed),
         # Vendors' device nodes, and the directories of their daemons' sockets: udev has no events for nodes without a
         # sysfs device.
         Directories("device-nodes", system, lambda: (DEV, *directories), node_matters),

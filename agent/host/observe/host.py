@@ -339,6 +339,7 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         units={service: units[service].unit_state for service in services},
         started=lambda service: observe_start(units[service], system),
         lost=notes.lost,
+        faults=notes.faults,
         detached=notes.detached,
     )
     machines = []

@@ -1,13 +1,14 @@
 """The host half of a vendor whose GPUs need only device nodes."""
 
+import re
 from functools import partial
 
 from msgspec import Struct
 
 from agent.config.settings import MachineSettings
 from agent.model.conditions import Condition, ConditionType, Reason, false, not_applicable, true, unknown, worst
-from agent.model.device import DeviceKind
-from agent.model.facts import DISPLAY, Absent, DeviceNode, Gpu, Seen, Unseen, VendorFacts
+from agent.model.device import PCI_ADDRESS, DeviceKind
+from agent.model.facts import DISPLAY, Absent, DeviceNode, Gpu, Seen, Unseen, VendorFacts, Verdict
 from agent.model.goal import DriverRoots, Grant
 from agent.model.paths import PCI_DEVICES
 from agent.model.text import counted
@@ -16,7 +17,11 @@ from agent.system.devices import DRI
 from agent.system.trust import classify_error, read_seen
 from agent.vendors.host_vendor import (
     PROC_DEVICES,
+    REBIND,
+    REBOOT,
+    WEDGED,
     FabricReport,
+    GpuError,
     HostVendor,
     Sources,
     faulty_gpus,
@@ -37,6 +42,21 @@ class SharedNode(Struct, frozen=True):
     """What does not work without the node, in words."""
 
 
+class KernelLine(Struct, frozen=True):
+    """A line of the kernel log that says something of a GPU's health, or that a program has stopped a GPU."""
+
+    pattern: str
+    """Regular expression for the beginning of the line without PCI address and TAGS: `xe load failed`, for example."""
+    reason: str
+    """GpuError.reason."""
+    verdict: Verdict
+    meaning: str
+    """What has happened, and what to do. `{0}` stands for the GPU's address."""
+    from_application: bool = False
+    lost: bool = False
+    recovered: bool = False
+
+
 class Description(Struct, frozen=True):
     """How a vendor's GPUs are recognised on the host."""
 
@@ -53,6 +73,8 @@ class Description(Struct, frozen=True):
     """The attribute in sysfs that says in which mode a GPU is divided; empty if the vendor's GPUs have none."""
     whole: str = ""
     """The value of the attribute `partition_mode` for a GPU that is not divided."""
+    lines: tuple[KernelLine, ...] = ()
+    """Further lines than LINES. Of several that fit, the first counts."""
 
 
 ROOT_BUS = "00:"
@@ -232,11 +254,44 @@ def grant_drm(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots,
     )
 
 
+# The tables of lines name the function of Linux 6.12 that writes each, or else the first version that does.
+
+NOT_STARTED = "the driver could not start the GPU; see `dmesg`, such as for missing firmware; then reboot the host"
+HUNG = "a program stopped the GPU, or a part of it, and the driver resets that"
+LINES = (
+    # call_driver_probe (drivers/base/dd.c), which also had another form before 6.9.
+    KernelLine(r"\w+ (?:probe with driver \w+ )?failed with error -", "NotStarted", Verdict.NEEDS_REBOOT, NOT_STARTED),
+    # drm_dev_wedged_event since 6.15, after which comes the uevent.
+    KernelLine(r"\w+ device wedged, needs recovery", "Wedged", *WEDGED["rebind"]),
+    KernelLine(r"\w+ device wedged, but recovered", "Wedged", *WEDGED["none"], from_application=True),
+)
+"""The lines of all drivers of GPUs."""
+TAGS = r"(?:amdgpu: |\[drm(?::[\w.]+ \[\w+\])?\] |\*ERROR\* |Tile[0-9]+: |GT[0-9]+: |G[uU]C: |\{[0-9]+\})*"
+"""What the drivers put before their messages: dev_fmt (amdgpu.h), drm_err (drm_print.h), xe_gt_err (xe_gt_printk.h),
+guc_err (intel_guc_print.h), and the number of an event (amdgpu_ras_event_log_print)."""
+HEAD = re.compile(rf"(?P<driver>\w+)(?:: probe of)? (?P<address>{PCI_ADDRESS.pattern}):? {TAGS}")
+"""What comes first in a line about one device (dev_printk). It must be the beginning of the line: elsewhere, the same
+text could be part of a USB device's name, which anyone can choose."""
+
+
+def parse_line(vendor: Description, text: str) -> GpuError | None:
+    """Return the error that a line of the kernel log reports; None for any other line."""
+    head = HEAD.match(text)
+    if head is None or head["driver"] not in vendor.drivers:
+        return None
+    message, address = f"{head['driver']} {text[head.end() :]}", head["address"]
+    for each in (*vendor.lines, *LINES):
+        if re.match(each.pattern, message):
+            causes = (each.from_application, each.lost, each.recovered)
+            return GpuError(address, each.reason, each.meaning.format(address), each.verdict, None, *causes)
+    return None
+
+
 def drm_host(vendor: Description) -> HostVendor:
     """Return a vendor that a Description describes completely. Pods bring their own user space: Mesa, oneAPI or ROCm.
 
     HostVendor's defaults are right for the rest: a GPU with another driver is no fault (radeon, for example, is for
-    older GPUs), and the drivers write no numbered errors into the kernel log.
+    older GPUs).
     """
     shared = (each.path.removeprefix("/dev/") for each in vendor.shared)
     return HostVendor(
@@ -251,8 +306,122 @@ def drm_host(vendor: Description) -> HostVendor:
         further_classes=vendor.further_classes,
         symptoms=SYMPTOMS,
         conditions=partial(drm_conditions, vendor),
+        parse_kernel_message=partial(parse_line, vendor),
     )
 
+
+NOT_RESET = "the driver could not reset the GPU"
+BAD_PAGES = "the GPU has as many bad memory pages as AMD allows"
+AMD_LINES = (
+    # amdgpu_device_health_check.
+    KernelLine(
+        r"amdgpu device lost from bus",
+        "LostFromBus",
+        Verdict.NEEDS_REBOOT,
+        "the GPU has fallen off the bus; drain the node and reboot the host; if this recurs, check power and seating",
+        lost=True,
+    ),
+    # amdgpu_device_gpu_recover, amdgpu_job_timedout. The second and third may also speak of a GPU that is linked to
+    # this one. Users report that only a reboot helps.
+    KernelLine(
+        r"amdgpu (?:GPU reset\([0-9]+\) failed|GPU reset end with ret = -|GPU Recovery Failed: -)",
+        "ResetFailed",
+        Verdict.NEEDS_REBOOT,
+        f"{NOT_RESET}, or one that is linked to it; {REBOOT}",
+    ),
+    # amdgpu_device_gpu_recover, after all parts of the GPU were initialised again.
+    KernelLine(
+        r"amdgpu GPU reset\([0-9]+\) succeeded!",
+        "ResetSucceeded",
+        Verdict.HEALTHY,
+        "the driver has reset the GPU",
+        recovered=True,
+    ),
+    # amdgpu_device_should_recover_gpu, with the module's parameter gpu_recovery=0.
+    KernelLine(
+        r"amdgpu GPU recovery disabled",
+        "NotReset",
+        Verdict.NEEDS_RESET,
+        f"the GPU hangs, and the driver must not reset it (gpu_recovery of the module amdgpu); to reset it, {REBIND}",
+    ),
+    # amdgpu_ras_global_ras_isr, which also starts a reset. Its success is one of the lines above.
+    KernelLine(
+        r"amdgpu uncorrectable hardware error\(ERREVENT_ATHUB_INTERRUPT\)",
+        "RASFatal",
+        Verdict.NEEDS_RESET,
+        f"an uncorrectable hardware error, after which the driver resets the GPU; if it does not, {REBIND}",
+    ),
+    # amdgpu_ras_error_generate_report, amdgpu_bad_page_notifier. The driver retires the page, ends the program that
+    # used it, and resets the GPU only where that is needed.
+    KernelLine(
+        r"amdgpu (?:(?:\w+: ?[0-9]+,? )*[1-9][0-9]* (?:new )?uncorrectable hardware errors detected in (?!total)"
+        r"|Uncorrectable error detected in UMC)",
+        "RASUncorrectable",
+        Verdict.DEGRADED,
+        "uncorrectable memory errors, which the driver has contained; if they recur, have AMD check the GPU",
+    ),
+    # amdgpu_ras_eeprom_check, amdgpu_ras_eeprom_update_header.
+    KernelLine(
+        r"amdgpu RAS records:[0-9]+ exceed threshold:[0-9]+, ?GPU will not be initialized",
+        "BadPages",
+        Verdict.BROKEN,
+        f"{BAD_PAGES}, so the driver does not start it; replace the GPU",
+    ),
+    KernelLine(
+        r"amdgpu (?:RAS records:[0-9]+ exceed threshold:|Saved bad pages [0-9]+ reaches threshold)",
+        "BadPages",
+        Verdict.DEGRADED,
+        f"{BAD_PAGES}; plan to replace the GPU",
+    ),
+    # amdgpu_driver_load_kms; amdgpu_device_ip_hw_init_phase2, as for psp and smu, which names the device after 6.12.
+    KernelLine(
+        r"amdgpu (?:Fatal error during GPU init|hw_init of IP block <\w+> failed)",
+        "NotStarted",
+        Verdict.NEEDS_REBOOT,
+        NOT_STARTED,
+    ),
+    # amdgpu_job_timedout. Older kernels do not name the device.
+    KernelLine(
+        r"amdgpu ring \S+ timeout, (?:signaled|but soft recovered)",
+        "Hang",
+        Verdict.HEALTHY,
+        HUNG,
+        from_application=True,
+    ),
+)
+INTEL_LINES = (
+    # xe_device_declare_wedged.
+    KernelLine(r"xe CRITICAL: Xe has declared device \S+ as wedged", "Wedged", *WEDGED["rebind"]),
+    # intel_gt_resume, i915_gem_init, i915_gem_resume.
+    KernelLine(
+        r"i915 Failed to (?:re-)?initialize GPU(?:\[[0-9]+\])?, declaring it wedged", "Wedged", *WEDGED["rebind"]
+    ),
+    # intel_gt_reset, after which i915 is wedged; gt_reset and xe_gt_resume.
+    KernelLine(
+        r"i915 (?:Failed to reset chip|Failed to initialise HW following reset|GPU reset not supported)"
+        r"|xe (?:reset|resume) failed \(",
+        "ResetFailed",
+        Verdict.NEEDS_RESET,
+        f"{NOT_RESET}; to bind the driver again, {REBIND}",
+    ),
+    # __uc_init_hw, after which i915 is wedged; guc_wait_ucode and xe_guc_init. xe has no other way to use the GPU.
+    KernelLine(
+        r"i915 GuC initialization failed|xe load failed: status = |xe GuC init failed",
+        "FirmwareNotLoaded",
+        Verdict.NEEDS_RESET,
+        f"the GPU's microcontroller (GuC) did not start; see `dmesg`, such as for its firmware; {REBIND}",
+    ),
+    # xe_survivability_mode.c, since 6.14.
+    KernelLine(r"xe (?:In|Runtime) Survivability [Mm]ode", "FirmwareDamaged", *WEDGED["vendor-specific"]),
+    # i915_error_state (error_msg); guc_exec_queue_timedout_job; xe_guc_exec_queue_reset_handler.
+    KernelLine(
+        r"i915 GPU HANG: ecode |xe Timedout job: |xe Engine reset: ",
+        "Hang",
+        Verdict.HEALTHY,
+        HUNG,
+        from_application=True,
+    ),
+)
 
 PROCESSING_ACCELERATOR = 0x1200
 """PCI class by which amdgpu recognises Instinct accelerators from MI200 on (pciidlist in amdgpu_drv.c)."""
@@ -269,6 +438,7 @@ AMD = drm_host(
         shared=(SharedNode("/dev/kfd", DeviceKind.KFD, "kfd", "ROCm cannot compute"),),
         partition_mode="current_compute_partition",
         whole="SPX",
+        lines=AMD_LINES,
     )
 )
 INTEL = drm_host(
@@ -277,5 +447,6 @@ INTEL = drm_host(
         title="Intel",
         vendor_id=0x8086,
         drivers=("i915", "xe"),
+        lines=INTEL_LINES,
     )
 )

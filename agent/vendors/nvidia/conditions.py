@@ -30,12 +30,14 @@ from agent.vendors.host_vendor import (
     unusable,
 )
 from agent.vendors.nvidia.contract import (
+    DRAIN_AND_RESET,
     FABRIC_HEALTH,
     PAGES_PENDING,
     POWER_BRAKE,
     RECOVERY_ACTION,
     REGISTERED,
     REQUIRES_RESET,
+    RESET_REQUIRED,
     ROWS_FAILED,
     ROWS_PENDING,
     UNCORRECTED,
@@ -143,6 +145,8 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
             return (INSTALL_PERSISTENCE, *FIXED[kind, reason][1:])
         case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
             return _unbind_other_drivers(facts)
+        case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if any(gpu.why_unbound for gpu in facts.gpus):
+            return (DRIVER_LOG,)
         case ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER if "nvidia" in modules:
             # Not for all GPUs without a driver: some may be so on purpose. The condition names the granted ones.
             return (_bind("PCI-ADDRESS"), DRIVER_LOG)
@@ -270,8 +274,11 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
         return false(kind, Reason.WRONG_DRIVER, f"the GPUs have kernel driver {names}; {DOCTOR_KNOWS}")
     library = driver.user_space.version
     state = f"libraries {library} are installed, but the" if isinstance(library, str) else "the"
-    what = f"{state} kernel module nvidia is not loaded; run `{LOAD}`; if that fails, {DOCTOR_KNOWS}"
-    return false(kind, Reason.MODULE_NOT_LOADED, what)
+    what = f"{state} kernel module nvidia is not loaded"
+    if why := "; ".join(f"{gpu.pci_address}: {gpu.why_unbound}" for gpu in facts.gpus if gpu.why_unbound):
+        # The module does not stay loaded if it can take no GPU.
+        return false(kind, Reason.MODULE_NOT_LOADED, f"{what}; {why}; then run `{LOAD}`")
+    return false(kind, Reason.MODULE_NOT_LOADED, f"{what}; run `{LOAD}`; if that fails, {DOCTOR_KNOWS}")
 
 
 def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condition:
@@ -485,11 +492,18 @@ def _persistence_mode(daemon: Seen[str], grant: Grant, report: FabricReport) -> 
 
 YES, ACTIVE = "Yes", "Active"
 NOTHING = "None"
+RESET_IT = OwnWord(
+    Verdict.NEEDS_RESET, "RecoveryActionReset", "the GPU asks for a reset; drain the node and reset the GPU"
+)
+DRAIN_AND_RESET_IT = OwnWord(
+    Verdict.NEEDS_RESET,
+    "RecoveryActionDrainAndReset",
+    "the GPU asks for no new work, and then a reset; drain the node and reset the GPU",
+)
 OWN_WORDS: Mapping[tuple[str, str], OwnWord] = {
     (RECOVERY_ACTION, NOTHING): OwnWord(),
-    (RECOVERY_ACTION, "Reset"): OwnWord(
-        Verdict.NEEDS_RESET, "RecoveryActionReset", "the GPU asks for a reset; drain the node and reset the GPU"
-    ),
+    (RECOVERY_ACTION, "Reset"): RESET_IT,
+    (RESET_REQUIRED, YES): RESET_IT,
     (RECOVERY_ACTION, "Reboot"): OwnWord(
         Verdict.NEEDS_REBOOT, "RecoveryActionReboot", "the GPU asks for a reboot; drain the node and reboot the host"
     ),
@@ -498,11 +512,8 @@ OWN_WORDS: Mapping[tuple[str, str], OwnWord] = {
         "RecoveryActionDrainP2P",
         "the GPU asks for an end of peer-to-peer traffic; end the programs that use several GPUs",
     ),
-    (RECOVERY_ACTION, "Drain and Reset"): OwnWord(
-        Verdict.NEEDS_RESET,
-        "RecoveryActionDrainAndReset",
-        "the GPU asks for no new work, and then a reset; drain the node and reset the GPU",
-    ),
+    (RECOVERY_ACTION, "Drain and Reset"): DRAIN_AND_RESET_IT,
+    (DRAIN_AND_RESET, YES): DRAIN_AND_RESET_IT,
     (RECOVERY_ACTION, "Recover IMEX Domain"): OwnWord(
         Verdict.DEGRADED,
         "RecoveryActionIMEX",

@@ -111,12 +111,14 @@ def is_registered(answer: FabricAnswer) -> bool:
 
 
 # What a GPU says of its own health, by the fields of `nvidia-smi --query-gpu`.
-# `nvidia-smi --help-query-gpu` lists the fields: that of 465.27 lacks remapped_rows, fabric and the recovery action;
-# that of 550.163.01 lacks the recovery action; those of 580.173.02 and 610.57.04 have all. Later drivers say
-# clocks_event_reasons, and list the older name too. No field has the error counters of NVLinks: only `nvidia-smi nvlink
-# -e` shows them.
+# `nvidia-smi --help-query-gpu` lists the fields. That of 465.27 lacks remapped_rows, fabric and the recovery action.
+# Those of 535.309.01 and 550.163.01 lack the recovery action, say two of its values as reset_status, and lack
+# remapped_rows in Debian's builds. That of 580.178.04 has all but reset_status. Later drivers say clocks_event_reasons,
+# and list the older name too. No field has the error counters of NVLinks: only `nvidia-smi nvlink -e` shows them.
 
 RECOVERY_ACTION = "gpu_recovery_action"
+RESET_REQUIRED = "reset_status.reset_required"
+DRAIN_AND_RESET = "reset_status.drain_and_reset_recommended"
 UNCORRECTED = "ecc.errors.uncorrected.volatile.total"
 """Errors since the driver initialised the GPU."""
 PAGES_PENDING = "retired_pages.pending"
@@ -125,7 +127,10 @@ ROWS_PENDING = "remapped_rows.pending"
 ROWS_FAILED = "remapped_rows.failure"
 POWER_BRAKE = "clocks_throttle_reasons.hw_power_brake_slowdown"
 FABRIC_HEALTH = "fabric.health.summary"
-HEALTH_FIELDS = (RECOVERY_ACTION, UNCORRECTED, PAGES_PENDING, ROWS_PENDING, ROWS_FAILED, POWER_BRAKE, FABRIC_HEALTH)
+HEALTH_FIELDS = (
+    *(RECOVERY_ACTION, RESET_REQUIRED, DRAIN_AND_RESET),
+    *(UNCORRECTED, PAGES_PENDING, ROWS_PENDING, ROWS_FAILED, POWER_BRAKE, FABRIC_HEALTH),
+)
 REQUIRES_RESET = "GPU requires reset"
 """What nvidia-smi prints, in brackets, for each field of a GPU that only a reset helps (NVML_ERROR_RESET_REQUIRED)."""
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import functools
+import pkgutil
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Set
@@ -16,6 +18,7 @@ from agent.model.facts import (
     DeviceNode,
     DrmDevice,
     Gpu,
+    GpuFault,
     IncompletePartition,
     PciDevice,
     Seen,
@@ -84,6 +87,7 @@ def observe_gpus(
     system: System,
     pci: Seen[tuple[PciDevice, ...]],
     lost: Mapping[str, str] = MappingProxyType({}),
+    faults: Mapping[str, GpuFault] = MappingProxyType({}),
     detached: Set[str] = frozenset(),
 ) -> GpuList:
     """Return the GPUs on the PCI bus; if the bus could not be listed, the GPUs that the driver lists."""
@@ -114,8 +118,9 @@ def observe_gpus(
         each = known.get(address, Information())
         modules = None if device.driver in ("", KERNEL_DRIVER) else _modules(system, device.driver)
         why_lost, is_detached = lost.get(address, ""), address in detached
+        why_unbound = faults[address].meaning if address in faults and not device.driver else ""
         states = (why_lost, is_detached, each.excluded, device.override, device.virtual, device.integrated, modules)
-        gpus.append(Gpu(address, "nvidia", device.driver, each.model, each.uuid, each.minor, *states))
+        gpus.append(Gpu(address, "nvidia", device.driver, each.model, each.uuid, each.minor, *states, why_unbound))
     excluded = sorted(address for address, each in known.items() if each.excluded)
     problems += [f"GPU {address} is excluded by a parameter of the kernel module nvidia" for address in excluded]
     return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))
@@ -374,81 +379,274 @@ def _missing_part(instance: Instance, minor: int | None) -> str:
     return path if minor is None else f"/dev/nvidia-caps/nvidia-cap{minor} (`nvidia-modprobe -f {path}` makes it)"
 
 
-# Parses Xid errors, with which NVIDIA's driver reports a GPU's faults in the kernel log. Pure.
+# Parses what NVIDIA's drivers write of faults into the kernel log: Xid errors of GPUs, SXid errors of NVSwitches, and
+# lines without a number. Each counts only at the start of a record: elsewhere, the same text could be part of a USB
+# device's name, which anyone can choose. The formats are from open-gpu-kernel-modules 595.45.04. Pure, except that it
+# reads the catalogue.
 
-MESSAGE = re.compile(
+ADDRESS = r"(?P<address>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])"
+XID = re.compile(
     r"NVRM: Xid \((?:PCI:)?(?P<address>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]{0,80}\): "
     r"(?P<number>[0-9]{1,3})\b"
 )
-"""The message of nvErrorLog_va in open-gpu-kernel-modules. Old drivers write no `PCI:`, and MIG adds ` GPU-I:NN` after
-the address. The message counts only at the start of a line: elsewhere, the same text could be part of a USB device's
-name, which anyone can choose."""
+"""The message of nvErrorLog_va. Old drivers write no `PCI:`, and MIG adds ` GPU-I:NN` after the address."""
+CATALOGUE = "xids.tsv"
 OFF_THE_BUS = 79
 RECOVERY_ACTION = 154
-ACTION = re.compile(r", GPU recovery action changed from 0x[0-9a-f]+ \([^)]{0,80}\) to 0x(?P<action>[0-9a-f]{1,8})\b")
-"""The rest of the message of Xid 154 (gpuRefreshRecoveryAction_KERNEL in gpu.c). Drivers write it since 565."""
+RECOVERY = re.compile(r", GPU recovery action changed from 0x[0-9a-f]+ \([^)]{0,80}\) to 0x(?P<action>[0-9a-f]{1,8})\b")
+"""The rest of the message of Xid 154 (_gpuRefreshRecoveryActionInLock in gpu.c). Drivers write it since 565."""
+NVLINK_FATAL = re.compile(r" Fatal +XC[0-9]+ i[0-9]+ Link -?[0-9]+ \((?:0x[0-9a-f]{8}[ )]){4,6}$")
+"""The end of the message of an NVLink 5 error (Xid 144 to 150) that ended the link's traffic. Others have `Nonfatal`. A
+program's name, which comes before, is too short to look the same."""
 
-APPLICATION = {
+ADVICE = {
+    "": (Verdict.HEALTHY, "NVIDIA names no action; if one is needed, the driver says so by Xid 154"),
+    "IGNORE": (Verdict.HEALTHY, "nothing needs to be done"),
+    "XID_154": (Verdict.HEALTHY, "`dmesg` has the driver's words"),
+    "RESTART_APP": (Verdict.HEALTHY, "restart the application that had it"),
+    # Of all these numbers, the catalogue says "unused" of all but 142.
+    "CONTACT_SUPPORT": (Verdict.DEGRADED, "if it comes again, ask NVIDIA's support"),
+    "UPDATE_SWFW": (Verdict.DEGRADED, "use drivers for host and virtual machine that fit each other"),
+    "CHECK_UVM": (Verdict.DEGRADED, "see the errors next to it; without any, ask NVIDIA's support"),
+    "RESET_GPU": (Verdict.NEEDS_RESET, "drain the node and reset the GPU"),
+    "RESTART_VM": (Verdict.NEEDS_REBOOT, "drain the node and reboot the host"),
+    "RESTART_BM": (
+        Verdict.NEEDS_REBOOT,
+        "drain the node and reboot the host; if this recurs, check power and seating",
+    ),
+    "CHECK_MECHANICALS": (Verdict.BROKEN, "connect its power cables"),
+    # What follows is not NVIDIA's, but from OWN_ACTIONS.
+    "SOON": (Verdict.DEGRADED, "the GPU goes on working; reset it when its work is done"),
+    "WATCH": (Verdict.DEGRADED, "the GPU goes on working; if this recurs, reset it; if that does not help, replace it"),
+    "REPLACE": (Verdict.NEEDS_RESET, "drain the node and reset the GPU; if this recurs, replace it"),
+    "NVLINK": (Verdict.HEALTHY, "the link goes on; if a reset is needed, the driver says so by Xid 154"),
+}
+"""What follows from each action in the catalogue for the GPU's health, and what to do."""
+OWN_ACTIONS = {
+    # NVIDIA's workflows begin with these actions.
+    45: "RESTART_APP",
+    48: "RESET_GPU",
+    74: "RESET_GPU",
+    # These too come from single applications: NVIDIA's device plugin ignores them, whatever the catalogue says.
+    43: "RESTART_APP",
+    109: "RESTART_APP",
+    # The GPU goes on working, but has less memory in reserve.
+    63: "SOON",
+    94: "SOON",
+    92: "WATCH",
+    157: "WATCH",
+    168: "WATCH",
+    64: "REPLACE",
+    140: "REPLACE",
+    # Unless the message says Fatal. In the catalogue's own table of these errors, with 2 exceptions of 94, Fatal stands
+    # for a reset, too.
+    **dict.fromkeys(range(144, 151), "NVLINK"),
+}
+"""Actions that count instead of the catalogue's, by number."""
+WORDS = {
     13: "an application's fault on the graphics engine",
     31: "an application's access to memory that it does not have",
     43: "a GPU that stopped processing for one application",
     45: "the end of an application whose channels were cleaned up",
+    48: "a double-bit ECC error",
+    54: "the board lacks auxiliary power",
+    62: "a halt of the GPU's power management processor",
+    63: "a memory row to be remapped, or a page to be retired",
+    64: "a memory row that could not be remapped, or a page not retired",
     68: "a video processor error of one application",
+    74: "an NVLink error",
+    79: "the GPU has fallen off the bus",
+    92: "many corrected ECC errors",
+    94: "a contained ECC error, which ended the application that had it",
+    95: "an uncontained ECC error",
     109: "a context switch of one application that timed out",
+    119: "the GPU's system processor (GSP) does not answer",
+    120: "an error of the GPU's system processor (GSP)",
+    136: "an NVLink link that could not be trained",
+    140: "an ECC error that the driver could not contain",
+    143: "the GPU could not be initialised",
+    157: "a damaged part that could not be retired, because no spare is left",
+    158: "the GPU does not answer",
+    168: "less memory, because a protected part of it has errors",
 }
-"""Errors that say nothing about the GPU's health: NVIDIA's device plugin ignores them too."""
-MEANINGS = {
-    48: "a double-bit ECC error; drain the node and reset the GPU",
-    63: "a memory row to be remapped, or a page to be retired; reset the GPU when its work is done",
-    64: "a memory row that could not be remapped, or a page not retired; reset the GPU; if this recurs, replace it",
-    74: "an NVLink error; reset the GPU, and see nvidia-smi nvlink --status",
-    79: "the GPU has fallen off the bus; drain the node and reboot the host; if this recurs, check power and seating",
-    94: "a contained ECC error; restart the application that had it, and reset the GPU when its work is done",
-    95: "an uncontained ECC error; drain the node and reset the GPU",
-    119: "the GPU's system processor (GSP) does not answer; drain the node and reset the GPU",
-    120: "an error of the GPU's system processor (GSP); drain the node and reset the GPU",
-    140: "an ECC error that the driver could not contain; drain the node and reset the GPU; if this recurs, replace it",
-}
-"""Errors that need an administrator to act, from NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors)."""
-
-FATAL = frozenset({48, 64, 74, 79, 95, 119, 120, 140})
-"""Errors after which pods cannot rely on the GPU until it is reset or the host is rebooted. 63 and 94 are not in the
-list: after them, the GPU goes on working, and can be reset when its work is done."""
-
+"""What errors mean, where the catalogue's name does not say it."""
 ACTIONS = {
-    0: "the driver needs no recovery of the GPU now",
-    1: "the driver needs a reset of the GPU; drain the node and reset the GPU",
-    2: "the driver needs a reboot; drain the node and reboot the host",
-    3: "the driver needs an end of peer-to-peer traffic; end the programs that use several GPUs",
-    4: "the GPU goes on working, but should get no new work; drain the node and reset the GPU",
-    5: "the driver needs a recovery of the IMEX domain; see nvidia-imex on its hosts",
+    0: (Verdict.HEALTHY, "the driver needs no recovery of the GPU now"),
+    1: (Verdict.NEEDS_RESET, "the driver needs a reset of the GPU; drain the node and reset the GPU"),
+    2: (Verdict.NEEDS_REBOOT, "the driver needs a reboot; drain the node and reboot the host"),
+    # The GPU and all it has to itself go on working, and the driver takes this back when such traffic has ended.
+    3: (Verdict.DEGRADED, "the driver needs an end of peer-to-peer traffic; end the programs that use several GPUs"),
+    # Programs go on, but the GPU's firmware recommends to give it no new ones (gpuIsDeviceMarkedForDrainAndReset).
+    4: (Verdict.NEEDS_RESET, "the GPU should get no new work; drain the node and reset the GPU"),
+    # Only memory that hosts share over NVLink cannot be allocated (fabricIsMemAllocDisabled).
+    5: (Verdict.DEGRADED, "the driver needs a recovery of the IMEX domain; see nvidia-imex on its hosts"),
 }
 """What each recovery action in the message of Xid 154 means, by NV2080_CTRL_GPU_RECOVERY_ACTION (ctrl2080gpu.h)."""
-FATAL_ACTIONS = frozenset({1, 2, 4})
-"""Actions that must be taken before a new pod gets the GPU. Action 0 does not end a fault that was recorded earlier: it
-only says that the driver needs no recovery now. After a reset, the driver does not even log a change to action 0,
-because the driver's state of the GPU is new. So whoever resets a GPU must run `gpus attach` to end the fault."""
+UNKNOWN_ACTION = Verdict.DEGRADED, "the driver needs a recovery of the GPU that this version does not know; see `dmesg`"
 
 
-def parse_xid(text: str) -> GpuError | None:
-    """Return the error that a line of the kernel log reports; None for any other line."""
-    match = MESSAGE.match(text)
+@functools.cache
+def _catalogue() -> Mapping[int, tuple[str, str]]:
+    """Return NVIDIA's name of each Xid, and its action in the catalogue, which may be empty."""
+    text = (pkgutil.get_data("agent.vendors.nvidia", CATALOGUE) or b"").decode()
+    rows = (line.split("\t") for line in text.splitlines() if not line.startswith("#"))
+    return {int(number): (name, action) for number, name, action in rows}
+
+
+def _parse_xid(text: str) -> GpuError | None:
+    match = XID.match(text)
     if match is None:
         return None
-    number = int(match["number"])
-    meaning = MEANINGS.get(number) or APPLICATION.get(number) or "see NVIDIA's Xid catalogue"
-    fatal = number in FATAL
-    if number == RECOVERY_ACTION and (changed := ACTION.match(text, match.end())):
-        action = int(changed["action"], 16)
-        meaning, fatal = ACTIONS.get(action, meaning), action in FATAL_ACTIONS
-    # The message omits the PCI function; a GPU is function 0.
-    address = f"{match['address'].lower()}.0"
+    number, rest = int(match["number"]), text[match.end() :]
+    recovery = RECOVERY.match(rest) if number == RECOVERY_ACTION else None
+    name, action = _catalogue().get(number, ("", None))
+    action = OWN_ACTIONS.get(number, action)
+    if recovery:
+        verdict, meaning = ACTIONS.get(int(recovery["action"], 16), UNKNOWN_ACTION)
+    elif action is None:
+        verdict, meaning = Verdict.HEALTHY, "it is not in the agent's copy of NVIDIA's Xid catalogue; see NVIDIA's"
+    else:
+        verdict, advice = ADVICE["RESET_GPU" if action == "NVLINK" and NVLINK_FATAL.search(rest) else action]
+        meaning = f"{WORDS.get(number, name)}; {advice}"
     return GpuError(
-        address,
+        # The message omits the PCI function; a GPU is function 0.
+        f"{match['address'].lower()}.0",
         f"Xid{number}",
         f"Xid {number}: {meaning}",
-        Verdict.NEEDS_RESET if fatal else Verdict.HEALTHY,
+        verdict,
         number,
-        number in APPLICATION,
+        from_application=action == "RESTART_APP",
         lost=number == OFF_THE_BUS,
+        recovered=recovery is not None and int(recovery["action"], 16) == 0,
     )
+
+
+class Line(Struct, frozen=True):
+    """A line without a number. To add one: a row of LINES, and an example in tests/data/kernel_lines/nvidia.tsv."""
+
+    pattern: re.Pattern[str]
+    """With the group `address`. Of a record with several lines, each but the first lacks its `NVRM: `."""
+    reason: str
+    """GpuError.reason."""
+    verdict: Verdict
+    meaning: str
+    lost: bool = False
+    refused: bool = False
+    """Those two as in GpuError."""
+
+
+_INSTALLED = (
+    rf"NVRM: The NVIDIA v?GPU {ADDRESS} \(PCI ID: [0-9a-f]{{4}}:[0-9a-f]{{4}}\) "
+    r"installed in this (?:vGPU host )?system "
+)
+_UNSUPPORTED = "this version of the driver does not support the GPU; install one that does"
+LINES = (
+    # Comes after Xid 79, or instead of it, and is the same error (osHandleGpuLost in osinit.c; nv-pci.c).
+    Line(
+        re.compile(rf"NVRM: GPU {ADDRESS}: GPU (?:has fallen off the bus|is lost)\b"),
+        f"Xid{OFF_THE_BUS}",
+        Verdict.NEEDS_REBOOT,
+        f"Xid {OFF_THE_BUS}: {WORDS[OFF_THE_BUS]}; {ADVICE['RESTART_BM'][1]}",
+        lost=True,
+    ),
+    # The driver has the GPU, and tries again each time that somebody opens it (RmInitAdapter in osinit.c).
+    Line(
+        re.compile(rf"NVRM: GPU {ADDRESS}: RmInitAdapter failed!"),
+        "InitFailed",
+        Verdict.NEEDS_RESET,
+        "the driver could not initialise the GPU; drain the node and reset the GPU, or reboot the host",
+    ),
+    # Only the proprietary modules write this, so no source has it; https://github.com/NVIDIA/open-gpu-kernel-modules
+    # /issues does. A GPU that works only with another driver counts as broken: neither a reset nor a reboot helps.
+    Line(
+        re.compile(_INSTALLED + r"requires use of the NVIDIA open kernel modules"),
+        "NeedsOpenDriver",
+        Verdict.BROKEN,
+        "the GPU needs NVIDIA's open kernel modules; install them instead of the proprietary ones",
+    ),
+    # The following are from probes that fail (rm_is_supported_device in osapi.c, nv_pci_probe in nv-pci.c).
+    Line(
+        re.compile(_INSTALLED + r"has fallen off the bus"),
+        "FallenOffBus",
+        Verdict.NEEDS_REBOOT,
+        "the GPU did not answer the driver; power the host off and on; if this recurs, check power and seating",
+        refused=True,
+    ),
+    Line(
+        re.compile(_INSTALLED + r"is not supported by open nvidia\.ko"),
+        "NeedsProprietaryDriver",
+        Verdict.BROKEN,
+        "NVIDIA's open kernel modules do not support the GPU; install the proprietary ones",
+        refused=True,
+    ),
+    Line(
+        re.compile(_INSTALLED + r"is not supported by the .{0,40}\bdriver release"),
+        "UnsupportedGPU",
+        Verdict.BROKEN,
+        _UNSUPPORTED,
+        refused=True,
+    ),
+    Line(
+        re.compile(rf"NVRM: ignoring the legacy GPU {ADDRESS}"),
+        "UnsupportedGPU",
+        Verdict.BROKEN,
+        _UNSUPPORTED,
+        refused=True,
+    ),
+    Line(
+        re.compile(
+            r"NVRM: This PCI I/O region assigned to your NVIDIA device is invalid: BAR[0-9] is [0-9]+M @ 0x[0-9a-f]+ "
+            rf"\(PCI:{ADDRESS}\)"
+        ),
+        "InvalidRegion",
+        Verdict.BROKEN,
+        "the firmware gave the GPU no usable memory region; enable decoding above 4 GB in the BIOS, or update it",
+        refused=True,
+    ),
+    # The kernel's own words, the second ones since Linux 6.9 (really_probe in drivers/base/dd.c). They follow those of
+    # the driver, so they must not count as worse.
+    Line(
+        re.compile(rf"nvidia(?:: probe of)? {ADDRESS}(?:: probe with driver nvidia)? failed with error -"),
+        "ProbeFailed",
+        Verdict.NEEDS_RESET,
+        "the driver could not take the GPU; the lines before this one in `dmesg` say why",
+        refused=True,
+    ),
+)
+"""The lines without a number. An error that is in several lines has its verdict from the worst."""
+
+SXID = re.compile(
+    rf"nvidia-nvswitch[0-9]+: SXid \(PCI:{ADDRESS}\): (?P<number>[0-9]{{5}}), "
+    r"(?P<severity>Fatal|Non-fatal|Correctable), "
+)
+"""The message of NVSWITCH_PRINT_SXID (common_nvswitch.h), as the macros in intr_nvswitch.h and error_nvswitch.h use it.
+The lines with an error's data, which follow, have another word there."""
+FATAL_SXID = (
+    "a fatal error of an NVSwitch; all GPUs that it connects may be affected; drain the node and reset all its GPUs "
+    "together, or reboot the host; if this recurs, ask NVIDIA's support"
+)
+SXID_WORDS = "an error of an NVSwitch that did not end its work; nothing needs to be done"
+
+
+def _parse_sxid(text: str) -> GpuError | None:
+    match = SXID.match(text)
+    if match is None:
+        return None
+    fatal = match["severity"] == "Fatal"
+    verdict, meaning = (Verdict.NEEDS_RESET, FATAL_SXID) if fatal else (Verdict.HEALTHY, SXID_WORDS)
+    number = int(match["number"])
+    return GpuError(match["address"].lower(), f"SXid{number}", f"SXid {number}: {meaning}", verdict)
+
+
+def parse_kernel_message(text: str) -> GpuError | None:
+    """Return the error that a record of the kernel log reports, of a GPU or an NVSwitch; None for any other record."""
+    if error := _parse_xid(text) or _parse_sxid(text):
+        return error
+    # The kernel writes line breaks within a record like this.
+    text = text.replace("\\x0aNVRM: ", " ")
+    for line in LINES:
+        if match := line.pattern.match(text):
+            return GpuError(
+                match["address"].lower(), line.reason, line.meaning, line.verdict, lost=line.lost, refused=line.refused
+            )
+    return None

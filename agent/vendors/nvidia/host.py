@@ -24,7 +24,7 @@ from agent.vendors.nvidia.devices import (
     misbound_gpus,
     observe_devices,
     observe_gpus,
-    parse_xid,
+    parse_kernel_message,
 )
 from agent.vendors.nvidia.driver import (
     MODULE_NAMES,
@@ -41,7 +41,7 @@ from agent.vendors.nvidia.user_space import driver_for_pods, observe_user_space
 def observe_nvidia(sources: Sources) -> VendorFacts:
     """Return all facts about NVIDIA. What cannot be observed is Unseen; `problems` says what must not be used."""
     module = observe_module(sources.system)
-    listed = observe_gpus(sources.system, sources.pci, sources.lost, sources.detached)
+    listed = observe_gpus(sources.system, sources.pci, sources.lost, sources.faults, sources.detached)
     nodes, problems, incomplete = observe_devices(sources, listed)
     user_space = observe_user_space(sources, module if isinstance(module, str) else "")
     return VendorFacts(
@@ -232,7 +232,7 @@ NVIDIA = HostVendor(
     cluster_findings=cluster_findings,
     node_labels=node_labels,
     release_advice=release_advice,
-    parse_kernel_message=parse_xid,
+    parse_kernel_message=parse_kernel_message,
     judge=judge,
     needs_nothing=needs_nothing,
 )

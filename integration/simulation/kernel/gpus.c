@@ -7,6 +7,7 @@
 #include <linux/delay.h>
 #include <linux/module.h>
 #include <linux/mutex.h>
+#include <linux/seq_file.h>
 
 #include "nvidia.h"
 
@@ -25,6 +26,18 @@ static struct nvidia_gpu *find(unsigned int minor)
 	return NULL;
 }
 
+void nvidia_gpu_log_xid(unsigned int minor, unsigned int xid, const char *text)
+{
+	struct nvidia_gpu *gpu;
+
+	mutex_lock(&gpus_lock);
+	gpu = find(minor);
+	if (gpu)
+		pr_err("NVRM: Xid (PCI:%04x:%02x:%02x): %u, %s\n", pci_domain_nr(gpu->pdev->bus),
+		       gpu->pdev->bus->number, PCI_SLOT(gpu->pdev->devfn), xid, text);
+	mutex_unlock(&gpus_lock);
+}
+
 /*
  * "MINOR XID", written by a person or a test: an error of that GPU. It goes to the kernel log as with the real driver
  * (nvErrorLog_va of open-gpu-kernel-modules), and the stand-in NVML reports it as an event.
@@ -34,30 +47,16 @@ static char simulated_xid[32];
 static int raise_xid(const char *value, const struct kernel_param *parameter)
 {
 	unsigned int minor, xid;
-	struct nvidia_gpu *gpu;
 	int error = param_set_copystring(value, parameter);
 
-	if (error || sscanf(simulated_xid, "%u %u", &minor, &xid) != 2)
-		return error;
-	mutex_lock(&gpus_lock);
-	gpu = find(minor);
-	if (gpu)
-		pr_err("NVRM: Xid (PCI:%04x:%02x:%02x): %u, pid='<unknown>', name=<unknown>, simulated\n",
-		       pci_domain_nr(gpu->pdev->bus), gpu->pdev->bus->number, PCI_SLOT(gpu->pdev->devfn), xid);
-	mutex_unlock(&gpus_lock);
-	return 0;
+	if (!error && sscanf(simulated_xid, "%u %u", &minor, &xid) == 2)
+		nvidia_gpu_log_xid(minor, xid, "pid='<unknown>', name=<unknown>, simulated");
+	return error;
 }
 
 static const struct kernel_param_ops xid_ops = { .set = raise_xid, .get = param_get_string };
 static struct kparam_string xid_string = { .maxlen = sizeof(simulated_xid), .string = simulated_xid };
 module_param_cb(simulated_xid, &xid_ops, &xid_string, 0644);
-
-/*
- * "STATE STATUS", written by a person or a test: the GPUs' registration with the NVLink fabric, which only the stand-in
- * NVML reads. Empty: the GPUs have no fabric.
- */
-static char simulated_fabric[32];
-module_param_string(simulated_fabric, simulated_fabric, sizeof(simulated_fabric), 0644);
 
 int nvidia_gpu_open(unsigned int minor)
 {
@@ -83,6 +82,16 @@ void nvidia_gpu_release(unsigned int minor)
 	gpu = find(minor);
 	if (gpu)
 		gpu->opens--;
+	mutex_unlock(&gpus_lock);
+}
+
+void nvidia_gpu_show_opens(struct seq_file *file)
+{
+	const struct nvidia_gpu *gpu;
+
+	mutex_lock(&gpus_lock);
+	list_for_each_entry(gpu, &gpus, list)
+		seq_printf(file, "%u opens %u\n", gpu->minor, gpu->opens);
 	mutex_unlock(&gpus_lock);
 }
 
@@ -158,6 +167,8 @@ static void remove(struct pci_dev *pdev)
 	struct nvidia_gpu *gpu = pci_get_drvdata(pdev);
 
 	wait_until_closed(gpu);
+	/* Outside the lock: a value that is set takes its own lock first, then this one, to log an Xid. */
+	nvidia_health_remove_gpu(gpu->minor);
 	mutex_lock(&gpus_lock);
 	blocking_notifier_call_chain(&listeners, NVIDIA_GPU_REMOVED, pdev);
 	nvidia_mig_remove_gpu(gpu->minor);

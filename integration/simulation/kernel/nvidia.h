@@ -30,6 +30,9 @@ enum { NVIDIA_GPU_ADDED, NVIDIA_GPU_REMOVED };
 
 int nvidia_gpu_open(unsigned int minor);
 void nvidia_gpu_release(unsigned int minor);
+/* Writes an error of that GPU to the kernel log; of no GPU, nothing. */
+void nvidia_gpu_log_xid(unsigned int minor, unsigned int xid, const char *text);
+void nvidia_gpu_show_opens(struct seq_file *file);
 
 /* Announces every bound GPU to the notifier before it returns, and later ones when they are bound. */
 int nvidia_gpu_notify(struct notifier_block *block);
@@ -76,5 +79,8 @@ static inline unsigned int nvidia_ci_minor(int gpu, int gi, int ci)
 void nvidia_mig_add_gpu(unsigned int minor);
 void nvidia_mig_remove_gpu(unsigned int minor);
 struct proc_dir_entry *nvidia_mig_file(struct proc_dir_entry *parent);
+
+void nvidia_health_remove_gpu(unsigned int minor);
+struct proc_dir_entry *nvidia_health_file(struct proc_dir_entry *parent);
 
 #endif

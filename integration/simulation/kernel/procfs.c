@@ -79,7 +79,8 @@ int nvidia_procfs_register(void)
 		return -ENOMEM;
 	gpus_directory = proc_mkdir("gpus", root);
 	if (!gpus_directory || !proc_create_single("version", 0444, root, show_version) ||
-	    !proc_create_single("params", 0444, root, show_params) || !nvidia_mig_file(root)) {
+	    !proc_create_single("params", 0444, root, show_params) || !nvidia_mig_file(root) ||
+	    !nvidia_health_file(root)) {
 		proc_remove(root);
 		return -ENOMEM;
 	}

@@ -16,6 +16,7 @@ typedef enum {
 	NVML_ERROR_DRIVER_NOT_LOADED = 9,
 	NVML_ERROR_TIMEOUT = 10,
 	NVML_ERROR_LIB_RM_VERSION_MISMATCH = 18,
+	NVML_ERROR_IN_USE = 19,
 	NVML_ERROR_MEMORY = 20,
 	NVML_ERROR_ARGUMENT_VERSION_MISMATCH = 25,
 	NVML_ERROR_UNKNOWN = 999,
@@ -55,7 +56,24 @@ typedef struct {
 	unsigned int cliqueId;
 	unsigned char state;
 	unsigned int healthMask;
-} nvmlGpuFabricInfo_v2_t;
+	unsigned char healthSummary;
+} nvmlGpuFabricInfo_v3_t; /* version 2 ends before healthSummary; version 1 is clusterUuid to state */
+
+typedef struct {
+	unsigned int corrActiveRemaps, corrInactiveRemaps, uncActiveRemaps, uncInactiveRemaps;
+	unsigned int bPending, bFailureOccurred;
+} nvmlRemappedRowsInfo_v2_t;
+
+typedef struct {
+	unsigned int fieldId, scopeId;
+	long long timestamp, latencyUsec;
+	unsigned int valueType;
+	nvmlReturn_t nvmlReturn;
+	union {
+		unsigned int uiVal;
+		unsigned long long ullVal;
+	} value;
+} nvmlFieldValue_t;
 
 typedef struct {
 	unsigned int multiprocessorCount, sharedCopyEngineCount, sharedDecoderCount, sharedEncoderCount;

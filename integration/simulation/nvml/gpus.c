@@ -127,3 +127,8 @@ int gpus_is_whole(const struct gpu *device)
 {
 	return gpus_index(device) != MAX_GPUS && !mig_is_device(device);
 }
+
+void gpus_bus_id(const struct gpu *gpu, char *text, size_t size)
+{
+	snprintf(text, size, "%08X:%02X:%02X.0", gpu->domain, gpu->bus, gpu->device);
+}

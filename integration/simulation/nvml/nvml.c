@@ -87,6 +87,7 @@ NVML_API const char *nvmlErrorString(nvmlReturn_t result)
 	case NVML_ERROR_DRIVER_NOT_LOADED: return "Driver Not Loaded";
 	case NVML_ERROR_TIMEOUT: return "Timeout";
 	case NVML_ERROR_LIB_RM_VERSION_MISMATCH: return "Driver/library version mismatch";
+	case NVML_ERROR_IN_USE: return "In use by another client";
 	case NVML_ERROR_MEMORY: return "Insufficient Memory";
 	case NVML_ERROR_ARGUMENT_VERSION_MISMATCH: return "Argument Version Mismatch";
 	case NVML_ERROR_UNKNOWN: break;
@@ -210,7 +211,7 @@ NVML_API nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t
 	pci->pciSubSystemId = H100_SUBSYSTEM_ID;
 	snprintf(pci->busIdLegacy, sizeof(pci->busIdLegacy), "%04X:%02X:%02X.0", device->domain & 0xffff,
 		 device->bus & 0xff, device->device & 0xff);
-	snprintf(pci->busId, sizeof(pci->busId), "%08X:%02X:%02X.0", device->domain, device->bus, device->device);
+	gpus_bus_id(device, pci->busId, sizeof(pci->busId));
 	return NVML_SUCCESS;
 }
 
@@ -224,6 +225,6 @@ NVML_API nvmlReturn_t nvmlDeviceGetPciInfoExt(nvmlDevice_t device, nvmlPciInfoEx
 	pci->pciSubSystemId = H100_SUBSYSTEM_ID;
 	pci->baseClass = 0x03;
 	pci->subClass = 0x02;
-	snprintf(pci->busId, sizeof(pci->busId), "%08X:%02X:%02X.0", device->domain, device->bus, device->device);
+	gpus_bus_id(device, pci->busId, sizeof(pci->busId));
 	return NVML_SUCCESS;
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Simulation: the state that the stand-in NVML reports: an idle H100 80GB with persistence mode off. */
+/* Simulation: the state that the stand-in NVML reports: an idle H100 80GB. What tests can set is in health.c. */
 #include <string.h>
 
 #include "gpus.h"
@@ -9,7 +9,7 @@
 #define MEMORY (80 * GIB)
 #define DRIVER_MEMORY (1 * GIB)
 
-/* A query with one output that is the same for every GPU. */
+/* A query with one output, which is the same for every GPU unless a test has changed it. */
 #define CONSTANT(function, type, value)                                             \
 	NVML_API nvmlReturn_t function(nvmlDevice_t device, type *answer);           \
 	NVML_API nvmlReturn_t function(nvmlDevice_t device, type *answer)            \
@@ -20,12 +20,12 @@
 		return NVML_SUCCESS;                                                 \
 	}
 
-CONSTANT(nvmlDeviceGetArchitecture, unsigned int, 9) /* NVML_DEVICE_ARCH_HOPPER */
+CONSTANT(nvmlDeviceGetArchitecture, unsigned int, health_get(device, "architecture", HOPPER))
 CONSTANT(nvmlDeviceGetBrand, unsigned int, 14) /* NVML_BRAND_NVIDIA */
 CONSTANT(nvmlDeviceGetComputeMode, unsigned int, 0) /* default */
 CONSTANT(nvmlDeviceGetDisplayActive, unsigned int, 0)
 CONSTANT(nvmlDeviceGetDisplayMode, unsigned int, 0)
-CONSTANT(nvmlDeviceGetPersistenceMode, unsigned int, 0)
+CONSTANT(nvmlDeviceGetPersistenceMode, unsigned int, health_get(device, "persistence", 0))
 CONSTANT(nvmlDeviceGetPerformanceState, unsigned int, 0)
 CONSTANT(nvmlDeviceGetPowerUsage, unsigned int, 70000) /* mW */
 CONSTANT(nvmlDeviceGetEnforcedPowerLimit, unsigned int, 700000)

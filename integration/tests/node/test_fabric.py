@@ -12,12 +12,14 @@ pytestmark = pytest.mark.scenario("002")
 MANAGER = "nvidia-fabricmanager.service"
 UNIT = b"[Service]\nExecStart=/usr/bin/sleep infinity\n"
 QUERY = ("nvidia-smi", "--query-gpu=pci.bus_id,fabric.state,fabric.status", "--format=csv")
-IN_PROGRESS, REGISTERED = "2 0", "3 0"
+IN_PROGRESS, REGISTERED = 2, 3
 
 
-def set_fabric(bed: Bed, state: str) -> None:
-    """Simulation: NVML's nvmlGpuFabricState_t and nvmlReturn_t, for all GPUs."""
-    bed.run("sh", "-c", f"echo {state} >/sys/module/nvidia/parameters/simulated_fabric")
+def set_fabric(bed: Bed, state: int) -> None:
+    """Simulation: NVML's nvmlGpuFabricState_t, for all GPUs."""
+    minors = " ".join(str(minor) for minor in range(len(bed.host.gpus)))
+    set_one = f"echo $minor fabric_state {state} >/proc/driver/nvidia/simulated_health"
+    bed.run("sh", "-c", f"for minor in {minors}; do {set_one}; done")
 
 
 def wait_for(bed: Bed, reason: str, seconds: float = 300, *, reload: bool = True) -> dict[str, Any]:

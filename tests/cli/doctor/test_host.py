@@ -11,7 +11,7 @@ from agent.cli.doctor.host import SERVICE, HostDiagnosis, diagnose_host
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.host.state.records import SERVICE_STATES, ServiceState
-from agent.model.facts import Broken, Facts, GpuFault
+from agent.model.facts import Broken, Facts, GpuFault, Granted, Verdict
 from agent.model.paths import SERVICE_STATE, STATE
 from agent.vendors.host_vendor import DriverForPods, Finding
 from tests.fakes.command import Capture, command
@@ -140,16 +140,17 @@ def test_an_invalid_configuration_comes_first_and_the_rest_is_diagnosed(sound: H
 def test_a_gpu_with_a_fatal_error_is_found_once(sound: Host) -> None:
     """An alert sent people to the host, where neither `doctor` nor `gpus` knew of the error."""
     seen = reconciler(sound).preview()[0]
-    fault = GpuFault("Xid48", "a double-bit ECC error: reset the GPU", 1.7e9)
-    seen = replace(seen, gpus=replace(seen.gpus, faults={"0000:02:00.0": fault}))
+    fault = GpuFault("Xid48", "a double-bit ECC error: reset the GPU", 1.7e9, Verdict.NEEDS_RESET, 1.7e9)
+    # After an error of a degraded GPU, pods may rely on it.
+    degraded = replace(fault, reason="Xid63", verdict=Verdict.DEGRADED)
+    seen = replace(seen, gpus=replace(seen.gpus, faults={"0000:01:00.0": degraded, "0000:02:00.0": fault}))
     (finding,) = diagnosed(sound, seen).findings
-    assert finding.cause == "GPU 0000:02:00.0 has had a fatal error (Xid48): pods cannot rely on it"
-    assert finding.evidence == "a double-bit ECC error: reset the GPU (read 2023-11-14T22:13:20Z)"
+    assert finding.cause == "GPU 0000:02:00.0 needs a reset: pods could not rely on it"
+    assert finding.evidence == "a double-bit ECC error: reset the GPU (since 2023-11-14T22:13:20Z)"
     assert finding.fix[-1].startswith("unbounded-agent gpus attach 0000:02:00.0")
-    # DevicesPresent reports a GPU that fell off the bus.
-    vendor = seen.vendors[0]
-    gone = replace(vendor, gpus=tuple(replace(each, why_lost="Xid 79") for each in vendor.gpus))
-    assert diagnosed(sound, replace(seen, vendors=(gone, *seen.vendors[1:]))).findings == ()
+    # A condition of the machine that has the GPU reports it.
+    granted = tuple(replace(each, granted=Granted("0f", ("0000:02:00.0",), {})) for each in seen.machines)
+    assert diagnosed(sound, replace(seen, machines=granted)).findings == ()
 
 
 def test_a_full_disk(sound: Host, monkeypatch: pytest.MonkeyPatch) -> None:

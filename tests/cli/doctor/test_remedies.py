@@ -13,7 +13,7 @@ from agent.config.settings import Config
 from agent.host.reconcile import MachineOutcome, Reconciler
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Reason, false, unknown
-from agent.model.facts import Gpu, VendorFacts
+from agent.model.facts import Absent, Gpu, VendorFacts
 from agent.model.goal import Grant
 from agent.system.files import System
 from agent.vendors.nvidia.conditions import FIXED, nvidia_conditions
@@ -246,6 +246,21 @@ def test_a_gpu_is_bound_to_a_driver_that_is_loaded_already() -> None:
     messages = [each.message for each in nvidia_conditions(around.vendors[0], Grant("nvidia", (address,)))]
     assert any(each.startswith(f"no driver is bound to {address}; run `{bind}`") for each in messages)
     assert fix(*unbound, replace(around, modules=frozenset()))[0].startswith("modprobe")
+
+
+def test_no_driver_is_bound_again_to_a_gpu_that_it_could_not_take() -> None:
+    """It would fail the same way: the kernel log says why."""
+    why, address = "the driver does not support the GPU; install one that does", SECOND.pci_address
+    around = with_gpus(FIRST, replace(SECOND, driver="", why_unbound=why))
+    lines = fix(KIND.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER, around)
+    assert not any("bind" in line or "modprobe" in line for line in lines)
+    driver = around.vendors[0].driver
+    assert driver is not None
+    unloaded = replace(around.vendors[0], driver=replace(driver, module_version=Absent("not loaded")))
+    for vendor, start in ((around.vendors[0], f"no driver is bound to {address}: {why}"), (unloaded, "libraries")):
+        messages = [each.message for each in nvidia_conditions(vendor, Grant("nvidia", (address,)))]
+        (message,) = (each for each in messages if why in each and each.startswith(start))
+        assert "bind`" not in message
 
 
 def test_commands_name_the_gpus_that_are_known() -> None:

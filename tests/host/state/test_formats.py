@@ -19,7 +19,7 @@ from agent.host.state.gpus import (
 )
 from agent.host.state.records import HANDED, MANIFEST, OWNED_FILES, Handed, Owned
 from agent.model.errors import DocumentError
-from agent.model.facts import Absent, Broken, GpuFault, Granted, StagedRoot
+from agent.model.facts import Absent, Broken, GpuFault, Granted, StagedRoot, Verdict
 from agent.model.paths import GPUS
 from agent.system.trust import discarded
 from tests.fakes.facts import library
@@ -98,7 +98,7 @@ def test_the_files_of_driver_roots_grants_and_owned_files() -> None:
 
 
 def test_the_file_of_gpus_has_only_keys_that_matter(host: Host) -> None:
-    fault = GpuFault("Xid79", "it fell off the bus", 1000.0)
+    fault = GpuFault("Xid79", "it fell off the bus", 1000.0, Verdict.NEEDS_REBOOT, 1000.0)
     assert record_fault(host, GPU, fault)
     assert record_lost(host, GPU, "gone")
     assert record_detached(host, GPU, draining=True)
@@ -112,7 +112,13 @@ def test_the_file_of_gpus_has_only_keys_that_matter(host: Host) -> None:
             "device": devices[0],
             "binding": host.link_inode(f"{path}/driver"),
             "lost": "gone",
-            "fault": {"reason": "Xid79", "meaning": "it fell off the bus", "since": 1000.0},
+            "fault": {
+                "reason": "Xid79",
+                "meaning": "it fell off the bus",
+                "since": 1000.0,
+                "verdict": "needs-reboot",
+                "last": 1000.0,
+            },
             "taint": {"evict": False, "detached": True, "draining": True},
         },
         OTHER: {"device": devices[1], "taint": {"evict": True}},
@@ -130,7 +136,7 @@ def test_the_file_of_gpus_has_only_keys_that_matter(host: Host) -> None:
 
 
 def test_each_part_of_a_note_ends_by_itself(host: Host) -> None:
-    assert record_fault(host, GPU, GpuFault("Xid79", "it fell off the bus", 1000.0))
+    assert record_fault(host, GPU, GpuFault("Xid79", "it fell off the bus", 1000.0, Verdict.NEEDS_REBOOT, 1000.0))
     assert record_lost(host, GPU, "gone")
     assert record_detached(host, GPU, draining=False)
     driver = Path(f"{host.root}/sys/devices/pci0000:00/{GPU}/driver")

@@ -20,14 +20,14 @@ from agent.host.state.gpus import (
 )
 from agent.model.contract import Effect, GpuState, GpuStatus, parse_gpu_states
 from agent.model.errors import AgentError
-from agent.model.facts import GpuFault, Unseen
+from agent.model.facts import GpuFault, Unseen, Verdict
 from agent.model.paths import GPUS, gpu_states_file, handoff_file
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 FILE = gpu_states_file(MACHINE)
-XID48 = GpuFault("Xid48", "Xid 48: a double-bit ECC error", 1000.5)
+XID48 = GpuFault("Xid48", "Xid 48: a double-bit ECC error", 1000.5, Verdict.NEEDS_RESET, 1000.5)
 
 
 def bind(host: Host, address: str) -> None:

@@ -7,12 +7,14 @@ from agent.model.facts import Verdict
 from agent.model.handoff import HealthAnswer
 from agent.vendors.nvidia.conditions import OWN_WORDS, judge, needs_nothing
 from agent.vendors.nvidia.contract import (
+    DRAIN_AND_RESET,
     FABRIC_HEALTH,
     HEALTH_FIELDS,
     PAGES_PENDING,
     POWER_BRAKE,
     RECOVERY_ACTION,
     REQUIRES_RESET,
+    RESET_REQUIRED,
     ROWS_FAILED,
     ROWS_PENDING,
     UNCORRECTED,
@@ -36,6 +38,8 @@ HEALTHY = dict.fromkeys((PAGES_PENDING, ROWS_PENDING, ROWS_FAILED), "No") | {
         ({RECOVERY_ACTION: "Drain and Reset"}, "needs-reset", "RecoveryActionDrainAndReset", False),
         ({RECOVERY_ACTION: "Recover IMEX Domain"}, "degraded", "RecoveryActionIMEX", False),
         ({RECOVERY_ACTION: "Dance"}, "degraded", "RecoveryActionUnknown", False),
+        ({RESET_REQUIRED: "Yes"}, "needs-reset", "RecoveryActionReset", False),
+        ({DRAIN_AND_RESET: "Yes"}, "needs-reset", "RecoveryActionDrainAndReset", False),
         (dict.fromkeys(HEALTH_FIELDS, REQUIRES_RESET), "needs-reset", "RequiresReset", False),
         ({ROWS_FAILED: "Yes"}, "broken", "RowRemapFailure", False),
         ({ROWS_PENDING: "Yes"}, "degraded", "RowRemapPending", True),

@@ -32,6 +32,7 @@ from agent.model.facts import (
     Unseen,
     UserSpace,
     VendorFacts,
+    Verdict,
 )
 from agent.model.goal import Done
 from tests.fakes.facts import library
@@ -213,7 +214,8 @@ def test_values_of_a_machine(name: str, change: dict[str, Any], expected: float 
 def test_each_gpu_is_described_and_the_storage_is_counted() -> None:
     """Links take no space; free space that could not be observed is not shown."""
     lost = RememberedGpu("0000:03:00.0", "nvidia", "Tesla T4", "GPU-3", ("gpu-node",), lost=1.7e9)
-    faults = GpuFacts(faults={GPUS[1]: GpuFault("Xid48", "a double-bit ECC error", 1.6e9)})
+    fault = GpuFault("Xid48", "a double-bit ECC error", 1.6e9, Verdict.NEEDS_RESET, 1.6e9)
+    faults = GpuFacts(faults={GPUS[1]: fault})
     files = (library("usr/lib/a.so.1", "/a", size=70), library("usr/lib/a.so", "", link="a.so.1", size=6))
     root = StagedRoot(0, "nvidia", "550", files)
     samples = scrape(with_facts(remembered=Remembered((lost,)), gpus=faults, staged=(root,), state_free=1 << 30))

@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 
 from agent.config.settings import DriverSettings
+from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.wakeups import HEARTBEAT, MANY, PERIOD, NewReports, Source, Udev, host_sources, matters
 from agent.host.detach import forget
+from agent.host.state.gpus import observe_gpus
 from agent.host.vendors import HOST_VENDORS
-from agent.system.devices import CONTROL
+from agent.model.facts import Verdict
+from agent.model.paths import GPUS
+from agent.system.devices import CONTROL, KernelLog
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
 
@@ -38,7 +42,7 @@ def watch(host: Host) -> Iterator[Watch]:
     opened = []
 
     def find(name: str, host: Host = host, driver: DriverSettings | None = None) -> Source:
-        sources = host_sources(host, HOST_VENDORS, lambda: driver or DriverSettings())
+        sources = host_sources(host, HOST_VENDORS, lambda: driver or DriverSettings(), GpuErrors(host).receive)
         opened.append(next(each for each in sources if each.name == name))
         opened[-1].open()
         return opened[-1]
@@ -279,7 +283,7 @@ def test_a_machine_that_starts_or_stops_needs_a_pass(watch: Watch, tmp_path: Pat
 
 def test_without_udevd_its_source_is_an_error(host: Host) -> None:
     with pytest.raises(FileNotFoundError, match=f"udevd is not running.*{CONTROL}"):
-        Udev(host, ()).open()
+        Udev(host, (), GpuErrors(host).receive).open()
 
 
 UMOCKDEV = """\
@@ -290,6 +294,10 @@ P: /devices/pci0000:00/0000:00:01.0/drm/card1
 E: SUBSYSTEM=drm
 E: HOTPLUG=1
 
+P: /devices/pci0000:00/0000:00:01.0/drm/card2
+E: SUBSYSTEM=drm
+E: WEDGED=rebind,bus-reset
+
 P: /devices/usb1
 E: SUBSYSTEM=usb
 
@@ -299,13 +307,15 @@ import ctypes, select, sys
 from agent.system.files import System
 from agent.system.process import host_runner
 from agent.host.daemon.wakeups import Udev, matters
-from agent.system.devices import CONTROL
+from agent.model.facts import Verdict
+from agent.model.paths import GPUS
+from agent.system.devices import CONTROL, KernelLog
 
 library = ctypes.CDLL("libumockdev.so.0")
 library.umockdev_testbed_new.restype = ctypes.c_void_p
 bed = ctypes.c_void_p(library.umockdev_testbed_new())
 assert library.umockdev_testbed_add_from_string(bed, open(sys.argv[1], "rb").read(), None)
-source = Udev(System(host_runner, sys.argv[2]), ())
+source = Udev(System(host_runner, sys.argv[2]), (), lambda error: print(error.pci_address, error.verdict))
 source.open()
 
 def pass_due(*events):
@@ -324,6 +334,7 @@ print("connector", pass_due(f"change {gpu}/drm/card1"))
 print("card", pass_due(f"add {gpu}/drm/card1"))
 print("both", pass_due(f"change {gpu}/drm/card1", f"remove {gpu}/drm/card1", f"remove {gpu}"), pass_due())
 print("other subsystem", pass_due("add /devices/usb1"))
+print("wedged", pass_due(f"change {gpu}", f"change {gpu}/drm/card2"), pass_due())
 source.close()
 """
 
@@ -346,6 +357,8 @@ def test_udevs_events_need_a_pass_except_those_of_monitors(host: Host, tmp_path:
         "card (True, True)",
         "both (True, True) (False, False)",
         "other subsystem (False, False)",
+        "0000:00:01.0 needs-reset",
+        "wedged (True, True) (False, False)",
     ]
 
 
@@ -385,7 +398,71 @@ def test_an_overflow_is_a_loss_like_any_error_of_the_monitor(why: OSError, host:
             raise why
 
     host.write(CONTROL, b"")
-    source = Udev(host, (), Broken)
+    source = Udev(host, (), GpuErrors(host).receive, Broken)
     source.open()
     with pytest.raises(OSError, match=str(why.args[-1])):
         source.needs_pass()
+
+
+class Sent(list[Event]):
+    """A simulation of pyudev's monitor, with events that have come."""
+
+    def fileno(self) -> int:
+        return 0
+
+    def poll(self, timeout: float) -> Event | None:
+        return self.pop(0) if self else None
+
+
+def empty_log(path: str, after: int | None) -> KernelLog:
+    return KernelLog(os.open(os.devnull, os.O_RDONLY), lambda *_: b"", after)
+
+
+WEDGED_GPU = "0000:01:00.0"
+CARD = f"/devices/pci0000:00/0000:00:01.0/{WEDGED_GPU}/drm/card0"
+
+
+@pytest.mark.parametrize(
+    ("methods", "verdict"),
+    [
+        ("none", None),
+        ("rebind", Verdict.NEEDS_RESET),
+        ("rebind,bus-reset", Verdict.NEEDS_RESET),
+        ("bus-reset", Verdict.NEEDS_RESET),
+        ("vendor-specific", Verdict.BROKEN),
+        ("cold-reset", Verdict.NEEDS_REBOOT),
+        ("unknown", Verdict.NEEDS_REBOOT),
+        ("a-later-method", Verdict.NEEDS_REBOOT),
+    ],
+)
+def test_a_wedged_gpu_is_recorded_whatever_comes_before_and_after(
+    gpu_host: Host, caplog: pytest.LogCaptureFixture, methods: str, verdict: Verdict | None
+) -> None:
+    """On a full disk, it is tried again: the event is not repeated. For a GPU that has recovered, a line is enough."""
+    gpu_host.symlink(f"/sys/bus/pci/devices/{WEDGED_GPU}/driver", "../../../../bus/pci/drivers/xe")
+    gpu_host.write(CONTROL, b"")
+    follower = GpuErrors(gpu_host, open_log=empty_log)
+    others = [Event("pci", "change", f"/devices/pci0000:00/0000:00:0{each}.0") for each in (1, 2)]
+    came = [others[0], Event("drm", "change", CARD, {"WEDGED": methods}), others[1]]
+    source = Udev(gpu_host, (), follower.receive, lambda: Sent(came))
+    source.open()
+    with caplog.at_level("INFO"):
+        assert [source.needs_pass(), source.needs_pass()] == [True, False]
+    assert f"{WEDGED_GPU}: " in caplog.text
+    gpu_host.full = [GPUS]
+    assert not follower.needs_pass()
+    gpu_host.full = []
+    assert follower.needs_pass() is (verdict is not None)
+    found = {address: (each.reason, each.verdict) for address, each in observe_gpus(gpu_host).faults.items()}
+    assert found == ({WEDGED_GPU: ("Wedged", verdict)} if verdict else {})
+
+
+def test_events_of_other_nodes_say_nothing_of_a_gpu(gpu_host: Host) -> None:
+    gpu_host.write(CONTROL, b"")
+    paths = ("/devices/platform/vgem/drm/card0", f"{CARD}/card0-DP-1", CARD)
+    events = [Event("drm", "change", path, {} if path == CARD else {"WEDGED": "rebind"}) for path in paths]
+    follower = GpuErrors(gpu_host)
+    source = Udev(gpu_host, (), follower.receive, lambda: Sent(events))
+    source.open()
+    assert source.needs_pass()
+    assert follower.last == {}
