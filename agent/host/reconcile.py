@@ -300,7 +300,7 @@ class Reconciler(Struct):
         )
 
     def _record_recovered(self, facts: Facts) -> tuple[bool, tuple[str, ...]]:
-        """Forget the errors of GPUs that say that they need nothing any more. Return whether any, and failures."""
+        """Forget the errors of GPUs that say that they need nothing now. Return whether any did, and failures."""
         recovered, failures = False, []
         for gpu in (gpu for vendor in facts.vendors for gpu in vendor.gpus if has_recovered(gpu, facts)):
             try:
