@@ -14,7 +14,7 @@ from agent.host.vendors import host_vendor
 from agent.host.verify.gpu_states import LOST, gpu_state, health
 from agent.model.facts import Absent, Broken, Facts, Gpu, Remembered, Unseen, Verdict
 from agent.model.paths import PCI_DEVICES
-from agent.model.text import printable
+from agent.model.text import printable, rfc3339
 from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.system.trust import read_seen
@@ -38,6 +38,10 @@ class Entry(Struct, frozen=True, rename="camel"):
     """The verdict (docs/conditions.md#gpushealthy)."""
     health_reason: str
     health_message: str
+    health_source: str
+    health_asked: str
+    """When the GPU itself answered last; empty if it has not."""
+    health_silence: str
     machines: Sequence[str]
     processes: int
     """How many processes have it open."""
@@ -124,8 +128,8 @@ def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
             " ".join(each for each in (gpu.driver, version) if isinstance(each, str) and each),
             gpu_state(gpu, vendor, machines),
             str(known_health.verdict),
-            known_health.reason,
-            known_health.message,
+            *(known_health.reason, known_health.message, known_health.source),
+            *(rfc3339(known_health.asked) if known_health.asked else "", known_health.silence),
             machines,
             len(its_users),
             sorted({each.pod_uid for each in its_users if each.pod_uid}),
@@ -135,7 +139,20 @@ def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
     for each in remembered.gpus if isinstance(remembered, Remembered) else ():
         if each.lost:
             yield Entry(
-                *(each.pci_address, each.vendor, each.model, each.uuid, "", LOST, str(Verdict.UNKNOWN), "", ""),
+                *(
+                    each.pci_address,
+                    each.vendor,
+                    each.model,
+                    each.uuid,
+                    "",
+                    LOST,
+                    str(Verdict.UNKNOWN),
+                    "",
+                    "",
+                    "",
+                    "",
+                    "",
+                ),
                 *(each.machines, 0, ()),
                 users_known=not held.unseen,
             )

@@ -68,9 +68,9 @@ def test_what_is_known_against_a_gpu_is_below_the_table(gpu_host: Host, capsys: 
     assert command(reconciler(gpu_host), "gpus") == 0
     assert f"{SECOND} needs-reset: Xid 48: simulated" in capsys.readouterr().out.splitlines()
     found = document(reconciler(gpu_host), capsys)[SECOND]
-    assert (found["health"], found["healthReason"], found["healthMessage"]) == (
-        *("needs-reset", "Xid48", "Xid 48: simulated"),
-    )
+    assert [found[f"health{each}"] for each in ("", "Reason", "Message", "Source", "Asked", "Silence")] == [
+        *("needs-reset", "Xid48", "Xid 48: simulated", "kernel log", "", ""),
+    ]
 
 
 def test_processes_that_may_not_be_searched_are_unknown(gpu_host: Host, held: list[Held], capsys: Capture) -> None:
