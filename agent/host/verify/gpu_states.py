@@ -73,7 +73,7 @@ def _state(gpu: Gpu, facts: Facts) -> GpuStatus:
         effect = Effect.NO_EXECUTE if tainted.evict else Effect.NO_SCHEDULE
         if state is GpuState.HEALTHY:
             state, reason, since = GpuState.DRAINING, DETACHING, tainted.since
-            message = "an administrator ran `unbounded-agent gpus detach` for it"
+            message = "an administrator ran `unbounded-agent gpus detach` or `unbounded-agent gpus reset` for it"
     place = facts.gpus.placements.get(gpu.pci_address) or Placement()
     where = (effect, int(since), gpu.driver, place.numa_node, place.pcie_root)
     return GpuStatus(gpu.pci_address, gpu.vendor, state, reason, message, *where)

@@ -53,6 +53,8 @@ class Description(Struct, frozen=True):
     """The attribute in sysfs that says in which mode a GPU is divided; empty if the vendor's GPUs have none."""
     whole: str = ""
     """The value of the attribute `partition_mode` for a GPU that is not divided."""
+    reset_by_hand: str = ""
+    """As in HostVendor."""
 
 
 ROOT_BUS = "00:"
@@ -251,6 +253,7 @@ def drm_host(vendor: Description) -> HostVendor:
         further_classes=vendor.further_classes,
         symptoms=SYMPTOMS,
         conditions=partial(drm_conditions, vendor),
+        reset_by_hand=vendor.reset_by_hand,
     )
 
 
@@ -269,6 +272,8 @@ AMD = drm_host(
         shared=(SharedNode("/dev/kfd", DeviceKind.KFD, "kfd", "ROCm cannot compute"),),
         partition_mode="current_compute_partition",
         whole="SPX",
+        # `reset` in Documentation/ABI/testing/sysfs-bus-pci of Linux 6.12.
+        reset_by_hand="`echo 1 > /sys/bus/pci/devices/{address}/reset`; linked GPUs (XGMI) are reset with it",
     )
 )
 INTEL = drm_host(
@@ -277,5 +282,10 @@ INTEL = drm_host(
         title="Intel",
         vendor_id=0x8086,
         drivers=("i915", "xe"),
+        # As for a wedged device (Documentation/gpu/drm-uapi.rst of Linux 6.15, recovery method `rebind`).
+        reset_by_hand=(
+            "`echo {address} > /sys/bus/pci/drivers/DRIVER/unbind`, then `echo {address} > "
+            "/sys/bus/pci/drivers/DRIVER/bind`, with xe or i915 for DRIVER"
+        ),
     )
 )
