@@ -1,4 +1,4 @@
-"""`unbounded-agent gpus`: lists the host's GPUs, shows who uses them, takes them out of use and gives them back."""
+"""`unbounded-agent gpus`: lists the host's GPUs, shows who uses them, takes them out of use, resets them."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct, to_builtins
 
 from agent.cli.output import document, report_problems, table
-from agent.cli.printing import say
+from agent.cli.printing import confirm, say
 from agent.host import detach
+from agent.host.gpu_reset import prepare
 from agent.host.plan.goal import Plan
 from agent.host.reconcile import Reconciler
 from agent.host.vendors import host_vendor
@@ -62,6 +63,18 @@ def run_detach(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Take a GPU out of use, or give it back. Print what became of it, and return the exit code."""
     work = detach.detach if options.subcommand == "detach" else detach.attach
     ending = work(options.address, reconciler)
+    say(ending.sentences)
+    return 0 if ending.done else 1
+
+
+def run_reset(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Print what a reset would do. Without --dry-run, ask, reset, print what became of it; return the exit code."""
+    reset = prepare(options.addresses, reconciler, evict=options.evict, seconds=options.timeout)
+    say(reset.sentences())
+    if options.dry_run:
+        return 0
+    confirm(f"{reset.names}: reset it as shown above", options)
+    ending = reset.run()
     say(ending.sentences)
     return 0 if ending.done else 1
 

@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Callable
 
-from agent.cli.parser import DIAGNOSES, LAST_GOOD, NEEDS_NONE, OPTIONAL, REMOVES, SAVES, find_command
+from agent.cli.parser import DIAGNOSES, LAST_GOOD, NEEDS_NONE, OPTIONAL, READS, REMOVES, SAVES, find_command
 from agent.cli.printing import progress
 from agent.config.load import InForce, Loaded, last_good_identity, load_config, load_or_last_good
 from agent.config.settings import Config, MachineSettings
@@ -44,7 +44,9 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
             "this command needs root rights",
             "run it with sudo; `plan`, `status`, `doctor` and `gpus list` work as any user",
         )
-    standard, use = options.config == CONFIG_FILE, command.configuration
+    # With --dry-run, a command changes nothing, so it does not save the configuration either.
+    use = READS if getattr(options, "dry_run", False) else command.configuration
+    standard = options.config == CONFIG_FILE
     if use == NEEDS_NONE:
         return Loaded(Config(machines={}), in_force=False)
     if use == LAST_GOOD and standard:

@@ -89,8 +89,8 @@ def _seconds(option: str, default: float, minimum: float, text: str) -> Argument
             seconds = math.nan
         if not math.isfinite(seconds) or seconds < minimum:
             raise argparse.ArgumentTypeError(
-                f"{number!r} is not a number of seconds ({minimum:g} or more): write {option}=SECONDS, or put the "
-                f"machine before {option}"
+                f"{number!r} is not a number of seconds ({minimum:g} or more): write {option}=SECONDS, or put "
+                f"{option} last"
             )
         return seconds
 
@@ -286,7 +286,7 @@ COMMANDS = {
     ),
     "gpus": Command(
         "gpus:list_gpus",
-        "list, detach and attach GPUs, and show who uses them",
+        "list, detach, attach and reset GPUs, and show who uses them",
         "Without a subcommand, as `gpus list`. The other subcommands need root.",
         JSON_FORM,
         configuration=OPTIONAL,
@@ -319,6 +319,26 @@ COMMANDS = {
         GPU,
         examples=("sudo unbounded-agent gpus attach 0000:01:00.0",),
         codes={0: "the machines have the GPU, or it was not detached", 1: "a step failed"},
+        configuration=SAVES,
+    ),
+    "gpus reset": Command(
+        "gpus:run_reset",
+        "reset GPUs with their vendor's tool, and give them back",
+        "Prints the steps first. Takes the GPU from its machines as `gpus detach` does. Names the processes that have "
+        "it open, or the linked GPUs that must be named too, and refuses. After an interruption, the same command "
+        "goes on; `gpus attach` ends it.",
+        _argument("addresses", f"{WHICH_GPU}; GPUs that must be reset together", metavar="PCI-ADDRESS", nargs="+"),
+        _flag("--dry-run", "only print the steps"),
+        _flag("--evict", "evict the pods that have the GPU; needs DRA"),
+        _seconds(
+            "--timeout",
+            600.0,
+            0.0,
+            "wait up to SECONDS (default: 600) until nobody uses the GPU, whatever on_detach says",
+        ),
+        _flag("--yes", "do not ask; without a terminal, the command never asks"),
+        examples=("sudo unbounded-agent gpus reset 0000:01:00.0 --timeout=600",),
+        codes={0: "the machines have the GPUs again, or the steps are printed", 1: "refused, or failed"},
         configuration=SAVES,
     ),
     "gpus forget": Command(

@@ -16,7 +16,14 @@ from agent.host.apply.steps import write_file
 from agent.host.plan.goal import Plan, remembered_files
 from agent.host.plan.nspawn import node_by_number
 from agent.host.reconcile import Outcome, Reconciler
-from agent.host.state.gpus import forget_detached, forget_fault, observe_gpus, record_detached, record_tainted
+from agent.host.state.gpus import (
+    Resetting,
+    forget_detached,
+    forget_fault,
+    observe_gpus,
+    record_detached,
+    record_tainted,
+)
 from agent.host.state.locks import detach_lock, pass_lock
 from agent.host.vendors import host_vendor
 from agent.host.verify.answers import STALE_AFTER, names_handoff
@@ -264,6 +271,12 @@ class Removal(Struct):
     """What went wrong, one sentence each."""
     recorded: bool = False
     """Whether this command has recorded the GPU as detached or tainted, and has not undone that."""
+    purpose: str = "remove"
+    """What somebody will do with the GPU, as a verb."""
+    evict: bool = False
+    """Whether pods that have the GPU are evicted, whatever the policy."""
+    ignored: frozenset[str] = frozenset()
+    """Programs on the host, by their names in /proc/PID/comm, that may have the GPU open all the same."""
 
     def run(self, policy: str, seconds: int) -> Ending:
         """Withdraw the GPU step by step."""
@@ -271,7 +284,7 @@ class Removal(Struct):
         if self._offered(self.machines):
             # First only taint the GPU. It stays in the CDI specification, so that containers of its pods can restart.
             started, limits = time.monotonic(), {"refuse": 0, "drain-wait": seconds, "force": self.timing.eviction}
-            self._record(partial(record_tainted, evict=policy == "force"))
+            self.record(partial(record_tainted, evict=self.evict or policy == "force"))
             outcome = self.reconciler.reconcile()
             if self._offered(machine.name for machine in self._running(outcome)):
                 self.reconciler.progress(f"waiting {self.timing.taint:.0f} s until no new pod gets {address}")
@@ -281,18 +294,19 @@ class Removal(Struct):
                 return self._still_used(policy, seconds, held)
             left = max(0, seconds - int(time.monotonic() - started))
         if policy != "force":
-            self._record(partial(record_detached, draining=True))
+            self.record(partial(record_detached, draining=True))
             self.passes(f"remove {address} from its CDI specification", self.not_reported)
             if held := self._drain(left if policy == "drain-wait" else 0):
                 return self._still_used(policy, seconds, held)
-        self._record(partial(record_detached, draining=False))
+        self.record(partial(record_detached, draining=False))
         outcome = self.passes(f"release {address}", self._permitted)
         permitted = (*self._permitted(outcome), *self._without_record(outcome))
         if held := self.check():
-            return self.in_use("is no longer granted to any machine, but is still in use: do not remove it yet", held)
+            what = f"is no longer granted to any machine, but is still in use: do not {self.purpose} it yet"
+            return self.in_use(what, held)
         self._require_record()
         if permitted:
-            still = f"do not remove {address} yet: {', '.join(permitted)} can still open it"
+            still = f"do not {self.purpose} {address} yet: {', '.join(permitted)} can still open it"
             return Ending(False, (still, *self.remarks))
         until = f"until it has left the PCI bus, or `unbounded-agent gpus attach {address}` gives it back"
         what = f"{address} may be removed: {no_holder(held)}; no machine gets it {until}"
@@ -346,20 +360,25 @@ class Removal(Struct):
     def check(self) -> Held:
         """Return the processes that have the GPU open now."""
         self.reconciler.progress(f"checking which processes have {self.gpu.pci_address} open")
-        return users(self.reconciler.system, self.nodes)
+        return self._users()
+
+    def _users(self) -> Held:
+        held = users(self.reconciler.system, self.nodes)
+        return held._replace(holders=tuple(e for e in held.holders if e.machine or e.command not in self.ignored))
 
     def _drain(self, seconds: float) -> Held:
         """Wait until no process has the GPU open, or time is up. Return the processes that still have it open."""
 
         def look() -> tuple[Held, str]:
             self._require_record()
-            held = users(self.reconciler.system, self.nodes)
+            held = self._users()
             lines = describe(held, self.gpu) if held else ()
             return held, f"waiting up to {seconds:.0f} s for {'; for '.join(lines)}" if lines else ""
 
         return self.reconciler.wait(look, seconds, self.timing.poll)
 
-    def _record(self, record: Callable[[System, str], bool]) -> None:
+    def record(self, record: Callable[[System, str], bool]) -> None:
+        """Change what is recorded of the GPU. Raises AgentError if it is gone, or if somebody undid the last change."""
         with pass_lock(self.reconciler.system, self.reconciler.progress):
             if self.recorded:
                 self._require_record()
@@ -431,12 +450,17 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     facts, planned, _ = reconciler.preview()
     gpu = find_gpu(address, facts)
     address, system = gpu.pci_address, reconciler.system
+    remarks: tuple[str, ...] = ()
+    if resetting := observe_gpus(system).resetting.get(address):
+        with detach_lock(system, address):
+            remarks = restore(gpu, resetting, system)
     # The administrator knows that the GPU works again.
     with pass_lock(system, reconciler.progress):
         had_error = forget_fault(system, address) or health(gpu, facts).source == THE_GPU
     recovered = (f"{address} counts as healthy again: its last fatal error is forgotten",) if had_error else ()
     if gpu.detached or address in facts.gpus.tainted:
-        removal = Removal(gpu, granted_to(address, facts, planned, reconciler.config.machines), reconciler, timing)
+        machines = granted_to(address, facts, planned, reconciler.config.machines)
+        removal = Removal(gpu, machines, reconciler, timing, remarks=[*remarks])
         outcome = removal.attach_again()
         have = ", ".join(machine.name for machine in outcome.machines if address in machine.gpus)
         what = f"was given back to {have}" if have else "is no longer detached; no machine's settings ask for it"
@@ -454,6 +478,18 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     removal.passes(f"open {address} again", removal.not_reported)
     what = f"is not detached; asked {', '.join(names)} to open it again: see `unbounded-agent status`"
     return Ending(not removal.remarks, (*recovered, f"{address} {what}", *removal.remarks))
+
+
+def restore(gpu: Gpu, resetting: Resetting, system: System) -> tuple[str, ...]:
+    """Let the driver keep a GPU initialised as it did before its reset. Return what went wrong, in sentences."""
+    by_tool = host_vendor(gpu.vendor).reset
+    if not by_tool or not resetting.restore:
+        return ()
+    try:
+        by_tool.restore(system, gpu.pci_address)
+    except AgentError as error:
+        return (f"the driver does not keep {gpu.pci_address} initialised as before: {error}",)
+    return ()
 
 
 def _fails(machine: MachineFacts, reasons: set[str] | None) -> bool:

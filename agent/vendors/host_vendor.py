@@ -1,6 +1,7 @@
 """The interface of a vendor to the host half.
 
-All functions are pure, except a vendor's `observe` and `driver_for_pods`, which read but never write.
+All functions are pure, except a vendor's `observe` and `driver_for_pods`, which read but never write, and those of a
+GpuReset, which run the vendor's tool.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -236,6 +237,38 @@ class OwnWord(Struct, frozen=True):
     """What the GPU says, and what to do if anything needs to be done."""
 
 
+class Refusal(Struct, frozen=True):
+    """Why a vendor's tool did not reset GPUs."""
+
+    why: str
+    """What the tool printed."""
+    together: tuple[str, ...] = ()
+    """PCI addresses of further GPUs that, as the tool says, must be reset together with these."""
+
+
+class GpuReset(Struct, frozen=True):
+    """How a vendor's tool resets GPUs. Each function raises CommandError if the tool fails in any other way."""
+
+    program: str
+    """The tool."""
+    released: frozenset[str]
+    """Programs on the host, by their names in /proc/PID/comm, that `release` makes release the GPU."""
+    partners: frozenset[str]
+    """Programs on the host that may have the GPU open during the reset, because they take part in it."""
+    describe: Callable[[Sequence[str]], str]
+    """Returns what the tool will do, in words that follow `would`."""
+    kept: Callable[[System, str], bool]
+    """Returns whether the driver keeps the GPU initialised while no program uses it. Never fails."""
+    release: Callable[[System, str], None]
+    """Lets the driver no longer keep the GPU initialised. Other GPUs stay as they are."""
+    restore: Callable[[System, str], None]
+    """Undoes `release`."""
+    run: Callable[[System, Sequence[str]], Refusal | None]
+    """Resets the GPUs. Returns None if they were reset."""
+    verify: Callable[[System, Sequence[str]], None]
+    """Raises AgentError if one of the GPUs does not answer."""
+
+
 class HostVendor(Struct, frozen=True, kw_only=True):
     """One vendor on the host. A vendor that lacks a feature keeps the default of that feature."""
 
@@ -283,6 +316,10 @@ class HostVendor(Struct, frozen=True, kw_only=True):
     """Returns the labels for the Node of a machine that has the vendor's GPUs."""
     release_advice: Callable[..., str] = lambda command, pci_address, *, in_machine: ""
     """Returns how to make a program of the vendor, by its name in /proc/PID/comm, release a GPU; empty for others."""
+    reset: GpuReset | None = None
+    """How the vendor's tool resets GPUs; None if the agent cannot reset them."""
+    reset_by_hand: str = ""
+    """If the agent cannot: the commands, in backquotes, with {address} for the GPU, that reset a detached GPU."""
     parse_kernel_message: Callable[[str], GpuError | None] = lambda text: None
     """Returns the GPU error that a line of the kernel log reports; None for any other line."""
     judge: Callable[[HealthAnswer], OwnWord] = lambda answer: OwnWord()

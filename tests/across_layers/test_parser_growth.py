@@ -14,6 +14,8 @@ ELSEWHERE = {
     "agent.model.json_document.parse_json",
     # Called by three that are.
     "agent.model.json_document.parse_toml",
+    # Of a program's arguments, and of lines of the kernel log, which HostVendor.parse_kernel_message parses.
+    *("agent.machine.gpu_test.parse", "agent.vendors.drm.host.parse_line"),
     # They take what Python's JSON parser returned.
     *(f"agent.host.allocation.parse_{name}" for name in ("claimants", "counts", "holders")),
 }

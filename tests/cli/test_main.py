@@ -145,8 +145,8 @@ def test_each_help_has_a_description_exit_codes_and_an_example(parser: argparse.
 
 
 def test_the_journal_records_commands_that_change_the_host() -> None:
-    lifecycle = {"start", "stop", "restart"}
-    expected = {"apply", "up", "reset", *lifecycle, "gpus detach", "gpus attach", "gpus forget", "kube allocation"}
+    lifecycle, detaching = {"start", "stop", "restart"}, {"gpus detach", "gpus attach", "gpus reset"}
+    expected = {"apply", "up", "reset", *lifecycle, *detaching, "gpus forget", "kube allocation"}
     assert {name for name, command in COMMANDS.items() if command.changes} == expected
 
 
@@ -186,8 +186,8 @@ def test_the_help_of_the_program(capsys: Capture) -> None:
         (
             "status --wait gpu-node",
             "unbounded-agent status",
-            "argument --wait: 'gpu-node' is not a number of seconds (0 or more): write --wait=SECONDS, or put the "
-            "machine before --wait",
+            "argument --wait: 'gpu-node' is not a number of seconds (0 or more): write --wait=SECONDS, or put "
+            "--wait last",
         ),
         *((each, "unbounded-agent", "") for each in ("", "gpus -x", "gpus detach", "prepare", "reset", "status -x")),
         *((f"status --{each}", "unbounded-agent", "") for each in ("watch=0", "wait=soon", "wait=nan", "wide --json")),

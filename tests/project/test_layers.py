@@ -27,7 +27,7 @@ ROOMS: Mapping[str, Order] = {
         "verify",
         "reconcile",
         ("provision", "detach"),
-        ("joining", "allocation", "daemon"),
+        ("joining", "allocation", "daemon", "gpu_reset"),
     ),
     "machine": (
         ("notes", "vendors", "open_nodes", "gpu_test", "containerd_tables"),

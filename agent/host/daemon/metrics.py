@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from agent.host.daemon.health import View
 from agent.host.daemon.server import Page
 from agent.host.reconcile import MachineOutcome, Outcome, granted_to
-from agent.host.verify.gpu_states import gpu_state, health, listed_gpus
+from agent.host.verify.gpu_states import gpu_state, listed_gpus
 from agent.model.conditions import ConditionType, Reason, Status, unknown
 from agent.model.device import DeviceKind
 from agent.model.facts import Broken, Facts, Gpu, Unseen, VendorFacts
@@ -78,7 +78,6 @@ TEXTS = {
     "host_pci_gpus": "GPUs on the PCI bus, with or without a driver.",
     "host_devices": "Devices of the host by kind and status.",
     "gpu_info": "Constant 1, with what is known about a GPU on the PCI bus, or about one that machines have lost.",
-    "gpu_health": "1 for what is known of a GPU's health (docs/conditions.md#gpushealthy).",
     "gpu_fatal_error_timestamp_seconds": "When the agent read an error in the kernel log after which pods cannot rely "
     "on the GPU. Shown until the GPU has recovered.",
     "driver_info": "Constant 1, with the versions of a driver's module and libraries; empty if unknown.",
@@ -185,12 +184,10 @@ def _of_outcome(outcome: Outcome) -> Iterator[Metric]:
     yield _one("host_pci_gpus", sum(len(vendor.gpus) for vendor in facts.vendors))
     yield _family("host_devices", "kind status", _device_counts(outcome))
     gpus = [
-        ((gpu.pci_address, gpu.vendor, gpu.model, gpu.uuid, ",".join(gpu.machines), gpu.state), 1)
+        ((gpu.pci_address, gpu.vendor, gpu.model, gpu.uuid, ",".join(gpu.machines), gpu.state, gpu.health), 1)
         for gpu in listed_gpus(facts, granted_to(machines))
     ]
-    yield _family("gpu_info", "gpu vendor model uuid machine state", gpus)
-    verdicts = [((gpu.pci_address, health(gpu, facts).verdict), 1) for vendor in facts.vendors for gpu in vendor.gpus]
-    yield _family("gpu_health", "gpu verdict", verdicts)
+    yield _family("gpu_info", "gpu vendor model uuid machine state health", gpus)
     fatal = {address: fault for address, fault in facts.gpus.faults.items() if fault.verdict.fenced}
     faults = [((address, fault.reason), fault.since) for address, fault in fatal.items()]
     yield _family("gpu_fatal_error_timestamp_seconds", "gpu error", faults)

@@ -27,6 +27,15 @@ REPEATED = 60.0
 """Seconds between two writes of the record because an error of a degraded GPU came again."""
 
 
+class Resetting(Struct, frozen=True, omit_defaults=True):
+    """How far `gpus reset` has got with a GPU. The command goes on from there if it was killed."""
+
+    restore: bool | None = None
+    """Whether the driver must keep the GPU initialised again afterwards, as it did before; None if not yet observed."""
+    done: bool = False
+    """The GPU was reset, and answers."""
+
+
 class GpuNote(Struct, frozen=True, omit_defaults=True):
     """What is recorded of one GPU."""
 
@@ -42,6 +51,8 @@ class GpuNote(Struct, frozen=True, omit_defaults=True):
     taint: Taint | None = None
     attached: float = 0.0
     """When an administrator last attached the GPU; 0 if nobody has since its driver was bound."""
+    resetting: Resetting | None = None
+    """Set only if `taint` is."""
 
 
 class GpuNotes(Struct, frozen=True):
@@ -63,6 +74,10 @@ class GpuNotes(Struct, frozen=True):
     @property
     def draining(self) -> frozenset[str]:
         return frozenset(address for address, taint in self.tainted.items() if taint.draining)
+
+    @property
+    def resetting(self) -> Mapping[str, Resetting]:
+        return {address: note.resetting for address, note in self.notes.items() if note.resetting}
 
     @property
     def lost(self) -> Mapping[str, str]:
@@ -130,8 +145,13 @@ def record_tainted(system: System, address: str, *, evict: bool) -> bool:
 
 
 def forget_detached(system: System, address: str) -> None:
-    """Record that the GPU is no longer detached or tainted. The caller must hold the pass lock."""
-    _change(system, address, lambda note: replace(note, taint=None))
+    """Record that the GPU is no longer detached, tainted or being reset. The caller must hold the pass lock."""
+    _change(system, address, lambda note: replace(note, taint=None, resetting=None))
+
+
+def record_resetting(system: System, address: str, resetting: Resetting) -> None:
+    """Record how far the reset of a tainted or detached GPU has got."""
+    _change(system, address, lambda note: replace(note, resetting=resetting if note.taint else None))
 
 
 def record_lost(system: System, address: str, why: str) -> bool:
@@ -173,9 +193,14 @@ def record_recovered(system: System, address: str) -> bool:
 
 def forget_fault(system: System, address: str) -> bool:
     """Forget the GPU's worst error, and what it has said of itself. Return whether there was an error."""
-    had_error = _change(system, address, lambda note: replace(note, fault=None))
-    bound, now = binding(system, address), time.time()
-    _change(system, address, lambda note: replace(note, attached=now, binding=bound))
+    had_error, bound, now = False, binding(system, address), time.time()
+
+    def forgotten(note: GpuNote) -> GpuNote:
+        nonlocal had_error
+        had_error = note.fault is not None
+        return replace(note, fault=None, attached=now, binding=bound)
+
+    _change(system, address, forgotten)
     return had_error
 
 

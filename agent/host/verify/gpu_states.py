@@ -129,7 +129,7 @@ def _state(gpu: Gpu, facts: Facts, machine: str) -> GpuStatus:
         effect = Effect.NO_EXECUTE if tainted.evict else Effect.NO_SCHEDULE
         if state is GpuState.HEALTHY:
             state, reason, since = GpuState.DRAINING, DETACHING, tainted.since
-            message = "an administrator ran `unbounded-agent gpus detach` for it"
+            message = "an administrator ran `unbounded-agent gpus detach` or `unbounded-agent gpus reset` for it"
     place = facts.gpus.placements.get(gpu.pci_address) or Placement()
     where = (effect, int(since), gpu.driver, place.numa_node, place.pcie_root)
     return GpuStatus(gpu.pci_address, gpu.vendor, state, reason, message, *where)
@@ -142,6 +142,8 @@ class ListedGpu(RememberedGpu, frozen=True):
     """One GPU on the PCI bus, or one that machines have lost; docs/json.md describes the states."""
 
     state: str = ""
+    health: str = str(Verdict.UNKNOWN)
+    """The Verdict."""
 
 
 def listed_gpus(facts: Facts, granted: Mapping[str, tuple[str, ...]]) -> Iterator[ListedGpu]:
@@ -150,7 +152,7 @@ def listed_gpus(facts: Facts, granted: Mapping[str, tuple[str, ...]]) -> Iterato
         for gpu in vendor.gpus:
             machines = granted.get(gpu.pci_address, ())
             known = (gpu.pci_address, gpu.vendor, gpu.model, gpu.uuid, machines)
-            yield ListedGpu(*known, state=gpu_state(gpu, vendor, machines))
+            yield ListedGpu(*known, state=gpu_state(gpu, vendor, machines), health=str(health(gpu, facts).verdict))
     for lost in facts.remembered.gpus if isinstance(facts.remembered, Remembered) else ():
         if lost.lost:
             yield ListedGpu(**asdict(lost), state=LOST)

@@ -75,6 +75,8 @@ class Description(Struct, frozen=True):
     """The value of the attribute `partition_mode` for a GPU that is not divided."""
     lines: tuple[KernelLine, ...] = ()
     """Further lines than LINES. Of several that fit, the first counts."""
+    reset_by_hand: str = ""
+    """As in HostVendor."""
 
 
 ROOT_BUS = "00:"
@@ -307,6 +309,7 @@ def drm_host(vendor: Description) -> HostVendor:
         symptoms=SYMPTOMS,
         conditions=partial(drm_conditions, vendor),
         parse_kernel_message=partial(parse_line, vendor),
+        reset_by_hand=vendor.reset_by_hand,
     )
 
 
@@ -439,6 +442,8 @@ AMD = drm_host(
         partition_mode="current_compute_partition",
         whole="SPX",
         lines=AMD_LINES,
+        # `reset` in Documentation/ABI/testing/sysfs-bus-pci of Linux 6.12.
+        reset_by_hand="`echo 1 > /sys/bus/pci/devices/{address}/reset`; linked GPUs (XGMI) are reset with it",
     )
 )
 INTEL = drm_host(
@@ -448,5 +453,10 @@ INTEL = drm_host(
         vendor_id=0x8086,
         drivers=("i915", "xe"),
         lines=INTEL_LINES,
+        # As for a wedged device (Documentation/gpu/drm-uapi.rst of Linux 6.15, recovery method `rebind`).
+        reset_by_hand=(
+            "`echo {address} > /sys/bus/pci/drivers/DRIVER/unbind`, then `echo {address} > "
+            "/sys/bus/pci/drivers/DRIVER/bind`, with xe or i915 for DRIVER"
+        ),
     )
 )

@@ -62,10 +62,8 @@ REINSTALL_LIBRARIES = "apt install --reinstall libcuda1 libnvidia-ml1 && ldconfi
 
 RESET = (
     "dmesg | grep -iE 'nvrm|xid'  # names the GPU",
-    "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
-    "unbounded-agent gpus holders PCI-ADDRESS  # stop what is still listed, such as nvidia-persistenced",
-    "nvidia-smi --gpu-reset -i PCI-ADDRESS",
-    "unbounded-agent gpus attach PCI-ADDRESS  # forgets a fatal error; running machines open the GPU again",
+    "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away; with DRA, not needed",
+    "unbounded-agent gpus reset PCI-ADDRESS  # names what still has the GPU open",
     "systemctl reboot  # only if the reset fails: ends all machines of the host: stop the others first too",
     "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again",
 )

@@ -1,13 +1,18 @@
 """NVIDIA on the host, assembled from its parts; and what a machine gets of it."""
 
-from collections.abc import Set
+import re
+from collections.abc import Sequence, Set
+from contextlib import suppress
 
 from agent.config.settings import MachineSettings
-from agent.model.device import DeviceKind
+from agent.model.device import DeviceKind, as_in_sysfs
+from agent.model.errors import AgentError, CommandError, ExitCodeError
 from agent.model.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, UserSpace, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import Variable
-from agent.vendors.host_vendor import DriverForPods, HostVendor, Sources
+from agent.model.text import one_line
+from agent.system.files import System
+from agent.vendors.host_vendor import DriverForPods, GpuReset, HostVendor, Refusal, Sources
 from agent.vendors.nvidia.conditions import (
     SYMPTOMS,
     cluster_findings,
@@ -210,6 +215,84 @@ def release_advice(command: str, pci_address: str, *, in_machine: bool) -> str:
     return advice.get(command, "").format(address=pci_address)
 
 
+# Resets GPUs with nvidia-smi, as nvidia-smi(1) of 550.163 and a later one describe it. It may only be run for GPUs that no
+# program has open. Persistence mode counts as a program, nvidia-fabricmanager does not: on Ampere's NVSwitch systems, a
+# single GPU can only be reset while it runs.
+
+SMI = "nvidia-smi"
+TOGETHER = "must be reset together"
+"""What nvidia-smi (550.163.01) prints before the further GPUs that must be named: their indexes."""
+BUS_ID = re.compile(r"\b[0-9A-Fa-f]{8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b")
+MODE_LIMIT, RESET_LIMIT = 60.0, 120.0
+"""Seconds to set persistence mode, and for a reset, which takes 5 to 10. Both may hang with the GPU."""
+PERSISTENCED = "/run/nvidia-persistenced/socket"
+"""Exists while nvidia-persistenced runs, which keeps persistence mode on for all GPUs by default."""
+
+
+def _query(system: System, fields: str, *which: str) -> list[list[str]]:
+    """Return these fields of each GPU. Raises CommandError."""
+    printed = system.run(SMI, *which, f"--query-gpu={fields}", "--format=csv,noheader")
+    return [line.split(", ") for line in printed.splitlines()]
+
+
+def _persistence_mode(system: System, address: str) -> bool:
+    # A GPU that needs a reset may not answer this question.
+    with suppress(CommandError):
+        answer = _query(system, "persistence_mode", "-i", address)
+        if answer in ([["Enabled"]], [["Disabled"]]):
+            return answer == [["Enabled"]]
+    return system.exists(PERSISTENCED)
+
+
+def _set_persistence_mode(system: System, address: str, mode: str) -> None:
+    system.run(SMI, "-i", address, "-pm", mode, timeout=MODE_LIMIT)
+
+
+def _reset(system: System, addresses: Sequence[str]) -> Refusal | None:
+    try:
+        system.run(SMI, "--gpu-reset", "-i", ",".join(addresses), timeout=RESET_LIMIT)
+    except ExitCodeError as error:
+        # nvidia-smi prints its errors to standard output.
+        printed = f"{error.stdout}\n{error.stderr}"
+        return Refusal(one_line(printed) or error.ended, _further(system, printed, addresses))
+    return None
+
+
+def _further(system: System, printed: str, addresses: Sequence[str]) -> tuple[str, ...]:
+    """Return the GPUs that, as nvidia-smi has printed, must be reset together with these."""
+    rest = printed.partition(TOGETHER)[2]
+    named = {as_in_sysfs(each) for each in BUS_ID.findall(rest)}
+    indexes = set(re.findall(r"\b\d+\b", rest))
+    if not named and indexes:
+        with suppress(CommandError):
+            found = _query(system, "index,pci.bus_id")
+            named = {as_in_sysfs(each[1]) for each in found if len(each) == 2 and each[0] in indexes}
+    return tuple(sorted(named - {*addresses, ""}))
+
+
+def _verify(system: System, addresses: Sequence[str]) -> None:
+    for address in addresses:
+        answer = _query(system, "pci.bus_id,name", "-i", address)
+        if [as_in_sysfs(each[0]) for each in answer] != [address]:
+            raise AgentError(f"{SMI} does not know {address}: it answers {one_line(str(answer))}")
+
+
+GPU_RESET = GpuReset(
+    program=SMI,
+    released=frozenset({"nvidia-persiste"}),
+    partners=frozenset({"nv-fabricmanage"}),
+    describe=lambda addresses: (
+        f"turn off persistence mode of {', '.join(addresses)} only, run `nvidia-smi --gpu-reset -i "
+        f"{','.join(addresses)}`, ask the driver whether it works, and set persistence mode as it was"
+    ),
+    kept=_persistence_mode,
+    release=lambda system, address: _set_persistence_mode(system, address, "0"),
+    restore=lambda system, address: _set_persistence_mode(system, address, "1"),
+    run=_reset,
+    verify=_verify,
+)
+
+
 NVIDIA = HostVendor(
     name="nvidia",
     observe=observe_nvidia,
@@ -235,4 +318,5 @@ NVIDIA = HostVendor(
     parse_kernel_message=parse_kernel_message,
     judge=judge,
     needs_nothing=needs_nothing,
+    reset=GPU_RESET,
 )

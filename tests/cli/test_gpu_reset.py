@@ -1,0 +1,398 @@
+"""`gpus reset`: whole passes over a simulated host, whose nvidia-smi is simulated too.
+
+What nvidia-smi prints is from 550.163.01; that it exits with 255 is from NVSentinel's issue 1690 and nvidia-smi(1).
+"""
+
+import io
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from agent.host.detach import Timing, attach
+from agent.host.gpu_reset import prepare
+from agent.host.state.gpus import GpuNotes, observe_gpus, record_detached, record_fault, record_resetting
+from agent.host.state.gpus import Resetting as Progress
+from agent.host.state.locks import detach_lock
+from agent.model.contract import Effect, parse_gpu_states
+from agent.model.errors import AgentError, ConfigError
+from agent.model.facts import GpuFault, Verdict
+from agent.model.paths import gpu_states_file
+from agent.system.process import Completed, TimeLimitError
+from tests.fakes.clock import Clock
+from tests.fakes.command import Capture, command
+from tests.fakes.detach_site import HOLDER, Interrupted, Site
+from tests.fakes.gpu_host import MACHINE
+from tests.fakes.host import UnexpectedError
+from tests.fakes.processes import POD_GROUP, process
+
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+DAEMON = 900
+IN_USE = """\
+The following GPUs could not be reset:
+  GPU 00000000:02:00.0: In use by another client
+
+1 device is currently being used by one or more other processes (e.g., Fabric Manager, CUDA application, graphics \
+application such as an X server, or a monitoring application such as another instance of nvidia-smi). Please first \
+kill all processes using this device and all compute applications running in the system.
+"""
+LINKED = """\
+GPU Reset couldn't progress because the specified devices do not meet the reset criterion (e.g. NVLink connected GPUs \
+must be reset together). Please append the following device indexes to the command line and retry.
+"""
+PRIMARY = "GPU Reset couldn't run because GPU 00000000:02:00.0 is the primary GPU.\n"
+UNSTABLE = "1 device did not complete reset successfully, and may be in an unstable state. Please reboot your system.\n"
+
+
+class Smi:
+    """nvidia-smi with nvidia-persistenced, which keeps a GPU open while its persistence mode is on."""
+
+    def __init__(self, site: Site) -> None:
+        self.host, self.calls = site.host, list[str]()
+        self.persistent = {FIRST: True, SECOND: True}
+        self.refusal = ""
+        """What a reset prints instead."""
+        self.linked = False
+        self.lost = False
+        """After a reset, the GPU does not answer."""
+        self.hangs = ""
+        """A part of the command that hangs."""
+        self.before: Callable[[int], None] = lambda call: None
+        """Called with the number of the call, before nvidia-smi does anything."""
+        self.after: Callable[[int], None] = lambda call: None
+        self.descriptors = process(
+            Path(site.host.root), DAEMON, opened=("/dev/nvidia0", "/dev/nvidia1"), command=b"nvidia-persiste"
+        ).joinpath(f"task/{DAEMON}/fd")
+        site.host.program_runner = self.run
+
+    def run(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv[0] != "nvidia-smi":
+            return self.host.runner(argv, timeout)
+        assert timeout <= 120
+        self.calls.append(" ".join(argv[1:]))
+        if self.hangs and self.hangs in self.calls[-1]:
+            raise TimeLimitError
+        self.before(len(self.calls))
+        status, printed = self._answer(argv[1:])
+        self.after(len(self.calls))
+        return Completed(status, printed.encode(), b"")
+
+    def _answer(self, words: tuple[str, ...]) -> tuple[int, str]:
+        match words:
+            case ("-i", gpu, "--query-gpu=persistence_mode", "--format=csv,noheader"):
+                return 0, "Enabled\n" if self.persistent[gpu] else "Disabled\n"
+            case ("-i", gpu, "--query-gpu=pci.bus_id,name", "--format=csv,noheader"):
+                lost = (15, f"Unable to determine the device handle for GPU{gpu}: GPU is lost.\n")
+                return lost if self.lost else (0, f"0000{gpu.upper()}, NVIDIA H100 80GB HBM3\n")
+            case ("--query-gpu=index,pci.bus_id", "--format=csv,noheader"):
+                return 0, f"0, 0000{FIRST}\n1, 0000{SECOND}\n"
+            case ("-i", gpu, "-pm", mode):
+                self._keep(gpu, mode == "1")
+                return 0, "All done.\n"
+            case ("--gpu-reset", "-i", gpus):
+                return self._reset(gpus.split(","))
+            case _:
+                raise UnexpectedError(words)
+
+    def _keep(self, gpu: str, on: bool) -> None:
+        descriptor = self.descriptors / ("1" if gpu == FIRST else "2")
+        descriptor.unlink(missing_ok=True)
+        if on:
+            descriptor.symlink_to("/dev/nvidia0" if gpu == FIRST else "/dev/nvidia1")
+        self.persistent[gpu] = on
+
+    def _reset(self, gpus: list[str]) -> tuple[int, str]:
+        if self.refusal:
+            return 255, self.refusal
+        if self.linked and len(gpus) < 2:
+            return 255, f"{LINKED}{int(gpus == [FIRST])}\n"
+        if any(self.persistent[gpu] for gpu in gpus):
+            return 255, IN_USE
+        return 0, "".join(f"GPU 0000{gpu} was successfully reset.\n" for gpu in gpus) + "All done.\n"
+
+
+@pytest.fixture
+def site(tmp_path: Path, clock: Clock) -> Site:
+    site = Site(tmp_path / "host", clock)
+    site.start()
+    record_fault(site.host, SECOND, GpuFault("Xid48", "Xid 48: simulated", 1.0, Verdict.NEEDS_RESET, 1.0))
+    return site
+
+
+@pytest.fixture
+def smi(site: Site) -> Smi:
+    return Smi(site)
+
+
+def notes(site: Site) -> GpuNotes:
+    return observe_gpus(site.host)
+
+
+def is_as_before(site: Site, smi: Smi, fault: bool = False) -> bool:
+    assert bool(notes(site).notes) is fault
+    assert (site.granted(), site.permitted()) == ((FIRST, SECOND), True)
+    return smi.persistent == {FIRST: True, SECOND: True}
+
+
+def test_it_is_taken_reset_and_given_back(site: Site, smi: Smi, capsys: Capture) -> None:
+    """The other GPU, with its machine and its daemon, sees nothing of it. Fabric Manager takes part in resets."""
+    process(Path(site.host.root), 901, opened=("/dev/nvidia1",), command=b"nv-fabricmanage")
+    during: list[object] = []
+    smi.before = lambda call: during.append((site.granted(), site.permitted()))
+    assert command(site.agent, f"gpus reset {SECOND}") == 0
+    plan, said = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert f"{SECOND} (NVIDIA H100 80GB HBM3) needs a reset: Xid 48: simulated\n" in plan
+    assert f"run `nvidia-smi --gpu-reset -i {SECOND}`" in plan
+    assert said == f"{SECOND} was reset, works, and was given back to {MACHINE}"
+    assert smi.calls == [
+        f"-i {SECOND} --query-gpu=persistence_mode --format=csv,noheader",
+        f"-i {SECOND} -pm 0",
+        f"--gpu-reset -i {SECOND}",
+        f"-i {SECOND} --query-gpu=pci.bus_id,name --format=csv,noheader",
+        f"-i {SECOND} -pm 1",
+    ]
+    assert during == [((FIRST,), False)] * 5
+    assert is_as_before(site, smi)
+
+
+def test_a_dry_run_changes_nothing_and_names_the_holders(site: Site, smi: Smi, capsys: Capture) -> None:
+    site.hold(group=POD_GROUP, command=b"train")
+    assert command(site.agent, f"gpus reset {SECOND} --dry-run --timeout=7") == 0
+    shown = capsys.readouterr().out
+    assert f"PID {HOLDER} (train), machine {MACHINE}" in shown
+    assert "would wait up to 7 s until no process has it open, and take it from gpu-node" in shown
+    assert smi.calls == []
+    assert is_as_before(site, smi, fault=True)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("answer", "option", "goes_on"), [("y\n", "", True), ("\n", "", False), ("", "--yes", True)])
+def test_a_person_is_asked(
+    site: Site, smi: Smi, monkeypatch: pytest.MonkeyPatch, answer: str, option: str, goes_on: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    with nullcontext() if goes_on else pytest.raises(AgentError, match="nothing was changed"):
+        assert command(site.agent, f"gpus reset {SECOND} {option}") == 0
+    assert bool(smi.calls) is goes_on
+
+
+def test_a_gpu_in_use_is_refused_with_its_holders(site: Site, smi: Smi, capsys: Capture) -> None:
+    site.hold(group=POD_GROUP, command=b"nvidia-device-p")
+    process(Path(site.host.root), 902, opened=("/dev/nvidia1",), command=b"nv-hostengine")
+    assert command(site.agent, f"gpus reset {SECOND}") == 1
+    shown = capsys.readouterr().out.partition("nothing was changed")[2]
+    assert f"PID {HOLDER} (nvidia-device-p), machine {MACHINE}" in shown
+    assert "PID 902 (nv-hostengine): /dev/nvidia1; to release it: `systemctl stop nvidia-dcgm`" in shown
+    assert "nvidia-persiste" not in shown, "the command makes it release the GPU"
+    assert smi.calls == []
+    assert is_as_before(site, smi, fault=True)
+
+
+def test_it_waits_for_the_holders_up_to_a_limit(site: Site, smi: Smi, capsys: Capture) -> None:
+    site.hold()
+    assert command(site.agent, f"gpus reset {SECOND} --timeout=5") == 1
+    shown = capsys.readouterr().out
+    assert "is withheld from new pods, but is still in use after 5 s" in shown
+    assert f"`unbounded-agent gpus reset {SECOND}` goes on, `unbounded-agent gpus attach {SECOND}` gives it" in shown
+    assert smi.calls == []
+    assert attach(SECOND, site.agent).done
+    assert is_as_before(site, smi)
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        (IN_USE, f"{SECOND}: PID {DAEMON} (nvidia-persiste): /dev/nvidia1; to release it: `nvidia-smi -i {SECOND} -pm"),
+        (f"{LINKED}0\n", f"linked GPUs are reset together: run `unbounded-agent gpus reset {FIRST} {SECOND}`"),
+        (f"{LINKED}GPU 0 (00000000:01:00.0)\n", f"run `unbounded-agent gpus reset {FIRST} {SECOND}`"),
+        (f"{LINKED}17\n", "append the following device indexes to the command line and retry. 17"),
+        (PRIMARY, "is the primary GPU."),
+        (UNSTABLE, "may be in an unstable state. Please reboot your system."),
+        ("  GPU 00000000:02:00.0: Not Supported\n", "Not Supported"),
+    ],
+)
+def test_a_refusal_of_the_tool_is_shown(site: Site, smi: Smi, capsys: Capture, printed: str, shown: str) -> None:
+    smi.refusal = printed
+
+    def hold_again(call: int) -> None:
+        if "--gpu-reset" in smi.calls[-1] and printed == IN_USE:
+            (smi.descriptors / "2").symlink_to("/dev/nvidia1")
+
+    smi.after = hold_again
+    assert command(site.agent, f"gpus reset {SECOND}") == 1
+    said = capsys.readouterr().out
+    assert f"{SECOND} could not be reset: {' '.join(printed.split())[:100]}" in said
+    assert shown in said
+    assert f"`unbounded-agent gpus attach {SECOND}` gives it back" in said
+    assert (site.granted(), smi.persistent[SECOND]) == ((FIRST,), False)
+    assert notes(site).faults
+    smi.refusal = ""
+    assert command(site.agent, f"gpus reset {SECOND}") == 0
+    assert "a reset was interrupted; this one goes on" in capsys.readouterr().out
+    assert is_as_before(site, smi)
+
+
+def test_a_group_is_reset_by_naming_every_member(site: Site, smi: Smi, capsys: Capture) -> None:
+    smi.linked, smi.persistent[FIRST] = True, False
+    assert command(site.agent, f"gpus reset {SECOND}") == 1
+    found = re.search(r"run `unbounded-agent (gpus reset .*)`\n", capsys.readouterr().out)
+    assert found
+    assert command(site.agent, found[1]) == 0
+    assert f"--gpu-reset -i {FIRST},{SECOND}" in smi.calls
+    assert (site.granted(), notes(site).notes) == ((FIRST, SECOND), {})
+    assert smi.persistent == {FIRST: False, SECOND: True}, "each as it was before"
+
+
+@pytest.mark.parametrize(("after", "resume"), [(False, "reset"), (True, "reset"), (True, "attach")])
+@pytest.mark.parametrize("killed", range(1, 6))
+def test_a_reset_that_is_killed_goes_on_or_is_undone(
+    site: Site, smi: Smi, killed: int, after: bool, resume: str
+) -> None:
+    """Killed before or after each call of nvidia-smi: the tool has worked, or not, and nothing of that is recorded."""
+
+    def kill(call: int) -> None:
+        if call == killed:
+            raise Interrupted
+
+    setattr(smi, "after" if after else "before", kill)
+    with pytest.raises(Interrupted):
+        command(site.agent, f"gpus reset {SECOND}")
+    assert f"`unbounded-agent gpus reset {SECOND}` goes on" in site.messages[-1]
+    site.agent.reconcile()
+    assert (site.granted(), site.permitted()) == ((FIRST,), False), "until somebody decides"
+    smi.after = smi.before = lambda call: None
+    calls = len(smi.calls)
+    assert command(site.agent, f"gpus {resume} {SECOND}") == 0
+    assert any("--gpu-reset" in call for call in smi.calls[calls:]) is (resume == "reset" and killed < 5)
+    assert is_as_before(site, smi)
+
+
+@pytest.mark.parametrize("step", range(2))
+def test_a_reset_that_is_killed_while_it_waits_goes_on(site: Site, smi: Smi, step: int) -> None:
+    def kill() -> None:
+        raise Interrupted
+
+    site.meanwhile = [*[lambda: None] * step, kill]
+    with pytest.raises(Interrupted):
+        command(site.agent, f"gpus reset {SECOND} --timeout=60")
+    assert command(site.agent, f"gpus reset {SECOND}") == 0
+    assert is_as_before(site, smi)
+
+
+def test_a_gpu_is_not_attached_during_its_reset(site: Site, smi: Smi) -> None:
+    """nvidia-smi may be resetting it."""
+    assert record_detached(site.host, SECOND, draining=False)
+    record_resetting(site.host, SECOND, Progress(restore=True))
+    with detach_lock(site.host, SECOND), pytest.raises(AgentError, match=f"`gpus reset {SECOND}` is still running"):
+        attach(SECOND, site.agent)
+    assert notes(site).detached == {SECOND}
+
+
+@pytest.mark.parametrize("hangs", ["--gpu-reset", "pci.bus_id,name"])
+def test_a_reset_that_hangs_ends_at_its_limit(site: Site, smi: Smi, capsys: Capture, hangs: str) -> None:
+    smi.hangs = hangs
+    assert command(site.agent, f"gpus reset {SECOND}") == 1
+    shown = capsys.readouterr().out
+    assert "stopped after its time limit" in shown
+    assert "only a reboot of the host helps" in shown
+    assert f"{SECOND} stays withheld" in shown
+    assert (site.granted(), bool(notes(site).faults)) == ((FIRST,), True)
+
+
+@pytest.mark.parametrize("hangs", ["persistence_mode", "-pm 0"])
+def test_a_gpu_that_does_not_answer_any_more_is_reset_nevertheless(site: Site, smi: Smi, hangs: str) -> None:
+    """Its persistence mode is unknown, but nvidia-persistenced runs."""
+    smi.hangs = hangs
+    site.host.file("/run/nvidia-persistenced/socket")
+    smi.persistent[SECOND] = hangs != "-pm 0"
+    (smi.descriptors / "2").unlink()
+    assert command(site.agent, f"gpus reset {SECOND}") == 0
+    assert smi.persistent[SECOND] is (hangs != "-pm 0")
+
+
+def test_a_gpu_that_does_not_answer_after_its_reset_stays_withheld(site: Site, smi: Smi, capsys: Capture) -> None:
+    smi.lost = True
+    assert command(site.agent, f"gpus reset {SECOND}") == 1
+    assert f"{SECOND} may not work: nvidia-smi -i {SECOND} --query-gpu=pci.bus_id,name" in capsys.readouterr().out
+    smi.lost = False
+    site.host.remove_file("/dev/nvidia1")
+    with pytest.raises(AgentError, match="has no usable device node"):
+        command(site.agent, f"gpus reset {SECOND}")
+    assert (site.granted(), bool(notes(site).faults)) == ((FIRST,), True)
+
+
+def test_persistence_mode_that_stays_off_is_told(site: Site, smi: Smi, capsys: Capture) -> None:
+    smi.hangs = "-pm 1"
+    assert command(site.agent, f"gpus reset {SECOND}") == 1
+    shown = capsys.readouterr().out
+    assert f"the driver does not keep {SECOND} initialised as before: nvidia-smi" in shown
+    assert site.granted() == (FIRST, SECOND)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "refused"), [(each, each in (Verdict.NEEDS_REBOOT, Verdict.BROKEN)) for each in Verdict]
+)
+def test_a_gpu_that_a_reset_does_not_help_is_refused(site: Site, smi: Smi, verdict: Verdict, refused: bool) -> None:
+    record_fault(site.host, FIRST, GpuFault("Xid1", "simulated", 1.0, verdict, 4e9))
+    with pytest.raises(AgentError, match="so a reset does not help: simulated") if refused else nullcontext():
+        assert command(site.agent, f"gpus reset {FIRST}") == 0
+    assert bool(smi.calls) is not refused
+
+
+@pytest.mark.parametrize(
+    ("vendor", "driver", "by_hand"),
+    [
+        (0x1002, "amdgpu", f"`echo 1 > /sys/bus/pci/devices/{FIRST}/reset`"),
+        (0x8086, "xe", f"`echo {FIRST} > /sys/bus/pci/drivers/DRIVER/unbind`, then `echo {FIRST} > "),
+    ],
+)
+def test_other_vendors_gpus_are_reset_by_hand(site: Site, smi: Smi, vendor: int, driver: str, by_hand: str) -> None:
+    (first, second) = site.host.pci  # type: ignore[misc]
+    site.host.pci = (type(first)(FIRST, vendor, 0x030200, driver), second)
+    with pytest.raises(AgentError, match=re.escape(by_hand)):
+        command(site.agent, f"gpus reset {FIRST}")
+    assert smi.calls == []
+
+
+def test_what_cannot_be_reset_is_refused(site: Site, smi: Smi) -> None:
+    with pytest.raises(ConfigError, match="no GPU has this PCI address"):
+        command(site.agent, "gpus reset 0000:ff:00.0")
+    with pytest.raises(AgentError, match=r"a device plugin offers its GPUs.*stop the machine first"):
+        command(site.agent, f"gpus reset {SECOND} --evict")
+    site.host.remove_file("/usr/lib/nvidia/current/nvidia-smi")
+    with pytest.raises(AgentError, match="nvidia-smi was not found"):
+        command(site.agent, f"gpus reset {SECOND}")
+    site.host.rebind(SECOND, "vfio-pci")
+    with pytest.raises(AgentError, match="has kernel driver vfio-pci: only nvidia can reset it"):
+        command(site.agent, f"gpus reset {SECOND}")
+    assert smi.calls == []
+
+
+def test_pods_are_evicted_only_on_request(tmp_path: Path, clock: Clock, capsys: Capture) -> None:
+    """A node that offers its GPUs itself taints the GPU, and the cluster evicts its pods."""
+    site = Site(tmp_path / "host", clock)
+    agent = site.configure(allocation="dra")
+    site.start()
+    smi, directory = Smi(site), site.hold(group=POD_GROUP)
+    effects: list[Effect] = []
+
+    def look() -> None:
+        effects.append(parse_gpu_states(site.host.read(gpu_states_file(MACHINE)))[SECOND].effect)
+
+    site.meanwhile = [look]
+    timing = Timing(poll=0, answer=20, taint=0, eviction=0)
+    assert not prepare([SECOND], agent, evict=False, seconds=0, timing=timing).run().done
+    site.meanwhile = [look, lambda: shutil.rmtree(directory)]
+    assert command(agent, f"gpus reset {SECOND} --evict") == 0
+    assert "and evict the pods that have it" in capsys.readouterr().out
+    assert effects == [Effect.NO_SCHEDULE, Effect.NO_EXECUTE]
+    assert is_as_before(site, smi)
