@@ -25,28 +25,28 @@ ATTRIBUTE_LIMIT = 200
 """At most this many characters of an attribute in sysfs are shown."""
 
 
-class Entry(Struct, frozen=True, rename="camel"):
+class Entry(Struct, frozen=True, rename="camel", kw_only=True):
     """One GPU of the list, as in `gpus --json` (docs/json.md)."""
 
     address: str
     vendor: str
     model: str
     uuid: str
-    driver: str
+    driver: str = ""
     """The kernel driver's name, and its version if that is known."""
     state: str
-    health: str
+    health: str = str(Verdict.UNKNOWN)
     """The verdict (docs/conditions.md#gpushealthy)."""
-    health_reason: str
-    health_message: str
-    health_source: str
-    health_asked: str
+    health_reason: str = ""
+    health_message: str = ""
+    health_source: str = ""
+    health_asked: str = ""
     """When the GPU itself answered last; empty if it has not."""
-    health_silence: str
+    health_silence: str = ""
     machines: Sequence[str]
-    processes: int
+    processes: int = 0
     """How many processes have it open."""
-    pods: Sequence[str]
+    pods: Sequence[str] = ()
     """UIDs of the pods of these processes."""
     users_known: bool
     """False if some processes could not be searched: then there may be more users."""
@@ -134,39 +134,33 @@ def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
         known_health = health(gpu, facts)
         pci_id = f"PCI ID {':'.join(numbers)}" if all(numbers) else ""
         yield Entry(
-            address,
-            gpu.vendor,
-            gpu.model or _attribute(system, gpu, "product_name") or pci_id,
-            gpu.uuid or _attribute(system, gpu, "unique_id"),
-            " ".join(each for each in (gpu.driver, version) if isinstance(each, str) and each),
-            gpu_state(gpu, vendor, machines),
-            str(known_health.verdict),
-            *(known_health.reason, known_health.message, known_health.source),
-            *(rfc3339(known_health.asked) if known_health.asked else "", known_health.silence),
-            machines,
-            len(its_users),
-            sorted({each.pod_uid for each in its_users if each.pod_uid}),
-            not held.unseen,
+            address=address,
+            vendor=gpu.vendor,
+            model=gpu.model or _attribute(system, gpu, "product_name") or pci_id,
+            uuid=gpu.uuid or _attribute(system, gpu, "unique_id"),
+            driver=" ".join(each for each in (gpu.driver, version) if isinstance(each, str) and each),
+            state=gpu_state(gpu, vendor, machines),
+            health=str(known_health.verdict),
+            health_reason=known_health.reason,
+            health_message=known_health.message,
+            health_source=known_health.source,
+            health_asked=rfc3339(known_health.asked) if known_health.asked else "",
+            health_silence=known_health.silence,
+            machines=machines,
+            processes=len(its_users),
+            pods=sorted({each.pod_uid for each in its_users if each.pod_uid}),
+            users_known=not held.unseen,
         )
     remembered = planned.goal.remembered
     for each in remembered.gpus if isinstance(remembered, Remembered) else ():
         if each.lost:
             yield Entry(
-                *(
-                    each.pci_address,
-                    each.vendor,
-                    each.model,
-                    each.uuid,
-                    "",
-                    LOST,
-                    str(Verdict.UNKNOWN),
-                    "",
-                    "",
-                    "",
-                    "",
-                    "",
-                ),
-                *(each.machines, 0, ()),
+                address=each.pci_address,
+                vendor=each.vendor,
+                model=each.model,
+                uuid=each.uuid,
+                state=LOST,
+                machines=each.machines,
                 users_known=not held.unseen,
             )
 

@@ -608,11 +608,12 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     GPU, an administrator detached the GPUs, or they have another kernel driver or none.
 
     Without this key, the machine counts as not ready only if the host has no GPU and something says that it is meant to
-    have one: `gpus`, `mig_config`, `mig_monitor`, `imex_channels` or `sockets` is set, or NVIDIA's driver is installed.
+    have one: `gpus`, `mig_config`, `mig_monitor`, `imex_channels`, `sockets` or `min_healthy_gpus` is set, or NVIDIA's
+    driver is installed.
     """
     min_healthy_gpus: Annotated[int, Range(0, 64)] = 0
-    """How many healthy GPUs the machine needs to be ready. 0: one. GPUs that need a reset or a reboot, or are broken,
-    do not count (docs/conditions.md#gpushealthy).
+    """How many GPUs that can serve pods the machine needs to be ready. 0: one. GPUs that a condition names as faulty do
+    not count, such as those that need a reset (docs/conditions.md#gpushealthy).
 
     Set it if the machine's pods need several GPUs together.
     """

@@ -456,7 +456,9 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
             remarks = restore(gpu, resetting, system)
     # The administrator knows that the GPU works again.
     with pass_lock(system, reconciler.progress):
-        had_error = forget_fault(system, address) or health(gpu, facts).source == THE_GPU
+        shared = [each for each, fault in facts.gpus.faults.items() if fault.vendor == gpu.vendor]
+        forgotten = [forget_fault(system, each) for each in (address, *shared)]
+        had_error = any(forgotten) or health(gpu, facts).source == THE_GPU
     recovered = (f"{address} counts as healthy again: its last fatal error is forgotten",) if had_error else ()
     if gpu.detached or address in facts.gpus.tainted:
         machines = granted_to(address, facts, planned, reconciler.config.machines)

@@ -35,7 +35,7 @@ from agent.host.state.gpus import (
 )
 from agent.host.state.locks import detach_lock, pass_lock
 from agent.host.vendors import host_vendor
-from agent.host.verify.gpu_states import health
+from agent.host.verify.gpu_states import KERNEL_LOG, health
 from agent.model.device import DeviceKind
 from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Facts, Gpu, Verdict
@@ -44,7 +44,7 @@ from agent.vendors.host_vendor import GpuReset, Refusal
 
 HOPELESS: Mapping[Verdict, str] = {
     Verdict.NEEDS_REBOOT: "drain the nodes of all machines, then run `systemctl reboot`",
-    Verdict.BROKEN: "run `unbounded-agent gpus detach {}`, and replace the GPU",
+    Verdict.BROKEN: "run `unbounded-agent gpus detach {}`, and do what is said above, such as replace the GPU",
 }
 """What to do about a GPU that a reset does not help."""
 
@@ -91,7 +91,8 @@ def _tool(gpus: Iterable[Gpu], facts: Facts, reconciler: Reconciler) -> GpuReset
                 f"run `unbounded-agent gpus detach {address}`, then {by_hand}, then "
                 f"`unbounded-agent gpus attach {address}`",
             )
-        if found.verdict in HOPELESS:
+        # Of what a machine says, the plan tells, but it may be a lie.
+        if found.verdict in HOPELESS and found.source == KERNEL_LOG:
             advice = HOPELESS[found.verdict].format(address)
             raise AgentError(f"{address} {found.verdict.in_words}, so a reset does not help: {found.message}", advice)
         if gpu.driver not in vendor.drivers:
@@ -178,11 +179,17 @@ class Reset(Struct):
 
     def _run(self) -> Ending:
         recorded = observe_gpus(self.reconciler.system).resetting
-        if not all(address in recorded and recorded[address].done for address in self.addresses):
+        if not all(address in recorded and self._is_done(address) for address in self.addresses):
             failed = self._take() or self._reset()
             if failed:
                 return failed
         return self._give_back()
+
+    def _is_done(self, address: str) -> bool:
+        """Return whether the GPU was reset, and has had no error since."""
+        notes = observe_gpus(self.reconciler.system)
+        done = notes.resetting[address].done
+        return done > 0 and (address not in notes.faults or notes.faults[address].last <= done)
 
     def _take(self) -> Ending | None:
         """Keep new pods from the GPUs, and take them from their machines. Return why that failed."""
@@ -222,7 +229,7 @@ class Reset(Struct):
             advice = "see `dmesg`; if the GPU does not answer or hangs, only a reboot of the host helps"
             return self._stopped((f"{self.names} may not work: {error}", advice))
         for address in self.addresses:
-            record_resetting(system, address, replace(self._recorded(address), done=True))
+            record_resetting(system, address, replace(self._recorded(address), done=time.time()))
         return None
 
     def _release(self, address: str) -> None:
@@ -283,7 +290,7 @@ class Reset(Struct):
         # All of them before the next pass, which gives them back.
         with pass_lock(system, self.reconciler.progress):
             for address in self.addresses:
-                forget_fault(system, address)
+                forget_fault(system, address, self._recorded(address).done)
                 forget_detached(system, address)
         giving = Removal(first.gpu, tuple(self.machines), self.reconciler, first.timing, remarks=failed)
         outcome = giving.passes(f"get {self.names} back", giving.not_reported)

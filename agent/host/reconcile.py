@@ -16,7 +16,7 @@ from agent.host.plan.diff import Difference, changes_left, diff, settings_pendin
 from agent.host.plan.driver_roots import without_plain
 from agent.host.plan.goal import Plan, plan, with_live
 from agent.host.plan.live_devices import Acknowledged
-from agent.host.state.gpus import record_recovered
+from agent.host.state.gpus import record_fault, record_recovered
 from agent.host.state.locks import pass_lock
 from agent.host.state.records import (
     clear_report,
@@ -28,7 +28,7 @@ from agent.host.state.records import (
     write_history,
 )
 from agent.host.verify import answers
-from agent.host.verify.gpu_states import gpu_states, has_recovered, withheld
+from agent.host.verify.gpu_states import gpu_states, own_fault, recovered_at, withheld
 from agent.host.verify.readiness import Case, conditions, expected_gpus, lost_gpus
 from agent.model.conditions import Condition, ConditionType, Reason, Status, unknown, with_transitions
 from agent.model.contract import HealthQuestions, render_gpu_states, render_health_questions, render_host_status
@@ -270,8 +270,8 @@ class Reconciler(Struct):
                 self.in_force.check()
             with_state, not_listed = machines_with_state(self.system)
             facts, planned, difference = self.preview()
-            recovered, not_recorded = self._record_recovered(facts)
-            if recovered:
+            answered, not_recorded = self._record_answers(facts)
+            if answered:
                 facts, planned, difference = self.preview()
             # Taint GPUs before they are withdrawn: a new pod must not get one. Ignore failures here, because the second
             # call below tries again and reports them.
@@ -299,15 +299,18 @@ class Reconciler(Struct):
             finished=time.time(),
         )
 
-    def _record_recovered(self, facts: Facts) -> tuple[bool, tuple[str, ...]]:
-        """Forget the errors of GPUs that say that they need nothing now. Return whether any did, and failures."""
-        recovered, failures = False, []
-        for gpu in (gpu for vendor in facts.vendors for gpu in vendor.gpus if has_recovered(gpu, facts)):
+    def _record_answers(self, facts: Facts) -> tuple[bool, tuple[str, ...]]:
+        """Record errors that GPUs name themselves, and their recovery. Return whether there was any, and failures."""
+        changed, failures = False, []
+        for gpu in (gpu for vendor in facts.vendors for gpu in vendor.gpus):
             try:
-                recovered |= record_recovered(self.system, gpu.pci_address)
+                if fault := own_fault(gpu, facts):
+                    changed |= record_fault(self.system, gpu.pci_address, fault)
+                elif said := recovered_at(gpu, facts):
+                    changed |= record_recovered(self.system, gpu.pci_address, said)
             except (OSError, AgentError) as error:
-                failures.append(f"cannot record that {gpu.pci_address} has recovered: {error}")
-        return recovered, tuple(failures)
+                failures.append(f"cannot record what {gpu.pci_address} says of its health: {error}")
+        return changed, tuple(failures)
 
     def evaluate(self, facts: Facts, planned: Plan, difference: Difference) -> tuple[MachineOutcome, ...]:
         """Return the outcome of every configured machine, with its conditions."""

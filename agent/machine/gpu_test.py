@@ -48,7 +48,9 @@ NOT_THE_GPU = {
     # Another program has the memory, or the GPU in exclusive mode.
     *(2, 46),
     # The library is a stub, or does not fit the kernel's driver or the GPU.
-    *(34, 35, 803, 804),
+    *(34, 35, 801, 803, 804),
+    # The system forbids something, or a limit of it is reached.
+    *(304, 800),
     # The kernels cannot be compiled: no code, invalid, no compiler, too new, turned off; a file is missing.
     *(209, 218, 221, 222, 223, 301, 302, 303),
 }
@@ -354,6 +356,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for uuid in (asked.uuid, asked.peer):
         if uuid is not None and not UUID.fullmatch(uuid):
             raise StopError("not run", f"not the UUID of a GPU or of a MIG device: {uuid!r}")
+    numbers = (asked.seconds, asked.link_speed or 0.0)
+    if not all(0 <= each < 1e6 for each in numbers):
+        raise StopError("not run", f"not usable numbers: {numbers}")
     if asked.uuid == asked.peer or (asked.link_speed is None) != (asked.link_width is None):
         raise StopError("not run", "--peer takes another GPU, and --link-speed (GT/s) needs --link-width (lanes)")
     return asked
@@ -379,6 +384,9 @@ def main(arguments: list[str]) -> int:
         report |= stop.facts
         # The driver's error in its first step concerns all GPUs.
         report["result"] = "not run" if report["step"] == "driver" else report["result"]
+    # Any exception, such as MemoryError: it says nothing about the GPU.
+    except Exception as error:
+        report |= {"result": "not run", "message": f"{type(error).__name__}: {error}"}
     report["figures"]["seconds"] = round(time.monotonic() - begin, 3)
     sys.stdout.write(json.dumps(report) + "\n")
     sys.stdout.flush()

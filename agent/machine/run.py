@@ -433,19 +433,20 @@ class _Heard(NamedTuple):
     silence: str = ""
     binding: int | None = None
 
-    def then(self, said: Mapping[str, str] | None, silence: str) -> "_Heard":
+    def then(self, said: Mapping[str, str] | None, silence: str, asked: float) -> "_Heard":
         """Return what to note after a question. `said` is as in MachineVendor.query_health; None without an answer.
 
-        What the GPU said before counts until it says something else. No answer is no verdict, and ends none.
+        `asked` is when the question began. What the GPU said before counts until it says something else. No answer is
+        no verdict, and ends none; nor is it an answer that a field is missing now.
         """
         if silence or said is None:
             return self._replace(silence=silence or Silence.NO_ANSWER)
-        kept = {field: self.said[field] for field, word in said.items() if not word and field in self.said}
-        words, now = {field: word for field, word in said.items() if word} | kept, time.time()
-        since = self.since if self.asked and words == self.said else now
+        words = {field: word for field, word in said.items() if word}
+        kept = {field: word for field, word in self.said.items() if field not in words}
+        since = self.since if self.asked and words | kept == self.said else asked
         if kept or (said and not words):
-            return self._replace(said=words, since=since, silence=Silence.NO_ANSWER)
-        return _Heard(words, since, now, "", self.binding)
+            return self._replace(said=words | kept, since=since, silence=Silence.NO_ANSWER)
+        return _Heard(words, since, asked, "", self.binding)
 
 
 def _questions(system: System) -> HealthQuestions | None:
@@ -500,13 +501,13 @@ def _ask(context: Context, questions: HealthQuestions, fabric: tuple[FabricAnswe
         noted = {**context.notes.load(HEALTH), "asked": time.monotonic()}
         # Noted before the first question: this run may be killed meanwhile, and the next one must not ask at once.
         context.notes.save(HEALTH, noted)
-        before, after = _heard(context, noted), dict[str, _Heard]()
+        before, after, began = _heard(context, noted), dict[str, _Heard](), time.time()
         for request in context.handoff.requests:
             vendor = VENDORS.get(request.vendor)
             if vendor and request.gpus and request.driver_root:
                 said, silences = _ask_vendor(context, vendor, request, questions, fabric, noted)
-                after |= {gpu: before[gpu].then(said.get(gpu), silences[gpu]) for gpu in request.gpus}
-        answers = {gpu: list(each) for gpu, each in after.items()}
+                after |= {gpu: before[gpu].then(said.get(gpu), silences[gpu], began) for gpu in request.gpus}
+        answers = {gpu: list(each) for gpu, each in (before | after).items()}
         context.notes.save(HEALTH, {**noted, "answers": answers})
         return any((each.said, each.silence) != (before[gpu].said, before[gpu].silence) for gpu, each in after.items())
     # Any exception, as in `attempt`. No answer is no verdict.
@@ -557,7 +558,9 @@ def _silences(
     fabric: tuple[FabricAnswer, ...],
 ) -> dict[str, str]:
     """Return why a GPU must not be asked, by GPU; an empty text if it may be."""
-    initialised = {each.gpu for each in fabric if vendor.in_persistence_mode(each)}
+    heard = _heard(context, context.notes.load(HEALTH))
+    nothing = _Heard()
+    initialised = {each.gpu for each in fabric if vendor.in_persistence_mode(each, heard.get(each.gpu, nothing).said)}
     idle = set(request.gpus) - initialised - set(withheld)
     numbers = {(each.major, each.minor): each.pci_address for each in request.devices if each.pci_address in idle}
     try:

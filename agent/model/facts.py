@@ -111,8 +111,8 @@ class Verdict(StrEnum):
         return self.severity > Verdict.DEGRADED.severity
 
 
-class GpuFault(Struct, frozen=True):
-    """An error of a GPU, which the driver wrote into the kernel log."""
+class GpuFault(Struct, frozen=True, omit_defaults=True):
+    """An error of a GPU, which the driver wrote into the kernel log, or which the GPU named itself."""
 
     reason: str
     """One word for the error, such as `Xid79`."""
@@ -123,6 +123,12 @@ class GpuFault(Struct, frozen=True):
     verdict: Verdict
     last: float
     """When the service last read such an error. A degraded GPU counts as healthy again some time after that."""
+    own_word: bool = False
+    """The GPU named the error itself."""
+    until_answer: bool = False
+    """Any later answer of the GPU that names no error ends it."""
+    vendor: str = ""
+    """Set if the error is not of one GPU, but of something that all GPUs of this vendor on the host need."""
 
 
 class Placement(Struct, frozen=True):
@@ -149,7 +155,7 @@ class GpuFacts(Struct, frozen=True):
     """What decides how GPUs are offered by Dynamic Resource Allocation, by PCI address. Grants do not depend on it."""
 
     faults: Mapping[str, GpuFault] = field(default_factory=dict)
-    """The worst error of each GPU in the kernel log, until the GPU has recovered."""
+    """The worst error of each GPU, until the GPU has recovered; also of devices that all GPUs need (NVSwitches)."""
     tainted: Mapping[str, Taint] = field(default_factory=dict)
     attached: Mapping[str, float] = field(default_factory=dict)
     """When an administrator last attached each GPU, in seconds since the epoch: what it said before is forgotten."""

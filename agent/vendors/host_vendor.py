@@ -154,6 +154,11 @@ class Sources(Struct, frozen=True):
     machines: Mapping[str, MachineSettings] = field(default_factory=dict)
     """Settings by machine name. Some things are observed only if a machine's settings request them."""
 
+    def why_unbound(self, device: PciDevice) -> str:
+        """Return why a GPU has no driver, if the kernel log says so; otherwise nothing."""
+        fault = None if device.driver else self.faults.get(device.address)
+        return fault.meaning if fault else ""
+
 
 class FabricReport(Struct, frozen=True):
     """What a machine reported of its GPUs' registration with the NVLink fabric."""
@@ -194,6 +199,9 @@ class GpuError(Struct, frozen=True):
     """Whether the error means that the GPU stopped answering."""
     recovered: bool = False
     """It is no error: the driver says that a GPU no longer needs a reset or a reboot."""
+    until_answer: bool = False
+    vendor: str = ""
+    """Those two as in GpuFault."""
     refused: bool = False
     """Whether the error means that the driver did not take the GPU, so that no driver is bound to it."""
 

@@ -197,8 +197,11 @@ class MachineVendor(ABC):
         """
         raise NotImplementedError
 
-    def in_persistence_mode(self, answer: FabricAnswer) -> bool:
-        """Return whether the GPU stays initialised while nobody uses it, so that to ask it disturbs nothing. Pure."""
+    def in_persistence_mode(self, answer: FabricAnswer, said: Mapping[str, str]) -> bool:
+        """Return whether the GPU stays initialised while nobody uses it, so that to ask it disturbs nothing. Pure.
+
+        `said` is what it last said of its health.
+        """
         return False
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from agent.vendors.nvidia.contract import (
     FABRIC_HEALTH,
     HEALTH_FIELDS,
     PAGES_PENDING,
+    PERSISTENCE,
     POWER_BRAKE,
     RECOVERY_ACTION,
     UNCORRECTED,
@@ -72,6 +73,7 @@ def recorded_spec() -> dict[str, Any]:
 
 
 FINE = {
+    PERSISTENCE: "Enabled",
     RECOVERY_ACTION: "None",
     UNCORRECTED: "0",
     PAGES_PENDING: "[N/A]",

@@ -1,5 +1,6 @@
 """What GPUs say of themselves, on its whole way: the host asks, a machine reports, the host judges and publishes."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -111,14 +112,14 @@ def test_a_gpu_with_a_verdict_is_asked_on(agent: Reconciler, gpu_host: Host) -> 
 @pytest.mark.parametrize(
     ("words", "verdict", "asked", "recovers"),
     [
-        ({RECOVERY_ACTION: "None"}, Verdict.NEEDS_RESET, 1501.0, True),
-        ({RECOVERY_ACTION: "None"}, Verdict.NEEDS_REBOOT, 1501.0, True),
-        ({RECOVERY_ACTION: "None"}, Verdict.NEEDS_RESET, 1499.0, False),
-        ({RECOVERY_ACTION: "None"}, Verdict.BROKEN, 1501.0, False),
-        ({RECOVERY_ACTION: "Reset"}, Verdict.NEEDS_RESET, 1501.0, False),
-        ({RECOVERY_ACTION: "None", **BAD}, Verdict.NEEDS_RESET, 1501.0, False),
+        ({RECOVERY_ACTION: "None"}, Verdict.NEEDS_RESET, 1561.0, True),
+        ({RECOVERY_ACTION: "None"}, Verdict.NEEDS_REBOOT, 1561.0, True),
+        ({RECOVERY_ACTION: "None"}, Verdict.NEEDS_RESET, 1559.0, False),
+        ({RECOVERY_ACTION: "None"}, Verdict.BROKEN, 1561.0, False),
+        ({RECOVERY_ACTION: "Reset"}, Verdict.NEEDS_RESET, 1561.0, False),
+        ({RECOVERY_ACTION: "None", **BAD}, Verdict.NEEDS_RESET, 1561.0, False),
         # To say nothing is not to say that all is well.
-        ({}, Verdict.NEEDS_RESET, 1501.0, False),
+        ({}, Verdict.NEEDS_RESET, 1561.0, False),
     ],
 )
 def test_the_gpus_own_word_ends_an_error_once(
@@ -147,7 +148,7 @@ def test_attach_forgets_what_the_gpu_said_before(agent: Reconciler, gpu_host: Ho
     assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
     assert "counts as healthy again" in attach(SECOND, agent).sentences[0]
     assert judged(agent) == ("Healthy", GpuState.HEALTHY)
-    said(gpu_host, {RECOVERY_ACTION: "Reset"}, asked=float(1 << 35))
+    said(gpu_host, {RECOVERY_ACTION: "Reset"}, asked=time.time() + 1)
     assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
 
 
@@ -245,3 +246,36 @@ def test_a_report_of_an_older_release_says_nothing_of_health(agent: Reconciler, 
     assert judged(agent)[0] == "Healthy"
     (machine,) = agent.reconcile().machines
     assert machine.ready.status is Status.TRUE
+
+
+def test_a_restart_of_the_machine_does_not_end_what_the_gpu_said(agent: Reconciler, gpu_host: Host) -> None:
+    """In a machine that has just started, nobody has asked the GPU yet. Only another answer of the GPU ends it."""
+    said(gpu_host, BAD)
+    assert judged(agent) == ("GPUBroken", GpuState.UNHEALTHY)
+    report(gpu_host, ALL_OPEN)
+    assert judged(agent) == ("GPUBroken", GpuState.UNHEALTHY)
+    assert observe_gpus(gpu_host).faults[SECOND].own_word
+    said(gpu_host, {RECOVERY_ACTION: "None"}, asked=2030.0)
+    assert judged(agent) == ("GPUBroken", GpuState.UNHEALTHY), "too close to the error to be sure what came first"
+    said(gpu_host, {RECOVERY_ACTION: "None"}, asked=2061.0)
+    assert judged(agent) == ("Healthy", GpuState.HEALTHY)
+
+
+def test_an_answer_from_the_future_does_not_count(agent: Reconciler, gpu_host: Host) -> None:
+    reset_needed(gpu_host)
+    said(gpu_host, {RECOVERY_ACTION: "None"}, asked=float(1 << 35))
+    assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+
+
+def test_an_error_of_what_all_gpus_need_concerns_them_all(agent: Reconciler, gpu_host: Host) -> None:
+    switch = "0000:05:00.0"
+    gpu_host.symlink(f"/sys/bus/pci/devices/{switch}", f"../../../devices/pci0000:00/{switch}")
+    fault = GpuFault("SXid20034", "a fatal error", 1500.0, Verdict.NEEDS_RESET, 1500.0, vendor="nvidia")
+    assert record_fault(gpu_host, switch, fault)
+    (machine,) = agent.reconcile().machines
+    found = machine.condition(ConditionType.GPUS_HEALTHY)
+    assert (found.status, found.reason) == (Status.FALSE, "GPUNeedsReset")
+    assert all(f"{each} needs a reset: a fatal error" in found.message for each in GPUS)
+    assert machine.ready.status is Status.FALSE
+    assert "counts as healthy again" in attach(SECOND, agent).sentences[0]
+    assert agent.reconcile().machines[0].ready.status is Status.TRUE

@@ -35,6 +35,7 @@ POD = "0::/kubepods.slice/kubepods-pod0f5ac6c8_8d3b_4f5e_9a1b_111111111111.slice
     "a" * 64
 )
 HEALTHY = {
+    "persistence_mode": "Enabled",
     "gpu_recovery_action": "None",
     "reset_status.reset_required": "No",
     "reset_status.drain_and_reset_recommended": "No",
@@ -176,7 +177,7 @@ def test_a_gpu_is_asked_only_if_that_disturbs_nothing(
     assert [bool(each["said"]) for each in answers(asked).values()] == [not each for each in silent]
 
 
-@pytest.mark.parametrize("missing", [HEALTH_FIELDS[:1], HEALTH_FIELDS[:1] + HEALTH_FIELDS[5:], ()])
+@pytest.mark.parametrize("missing", [HEALTH_FIELDS[1:2], HEALTH_FIELDS[1:2] + HEALTH_FIELDS[6:], ()])
 def test_fields_that_a_driver_lacks_are_not_asked_for(
     asked: Machine, later: Callable[[float], None], missing: tuple[str, ...]
 ) -> None:
@@ -208,8 +209,8 @@ def one_fails(argv: tuple[str, ...]) -> Completed:
         (smi_health(*GPUS, gpu_recovery_action="Drain P2P"), "Drain P2P", ""),
         (smi_health(*GPUS, gpu_recovery_action="Run `x` (1/2)"), "Run  x   1 2", ""),
         (smi_health(*GPUS, gpu_recovery_action="x" * 99), "x" * 64, ""),
-        (smi_health(*GPUS, gpu_recovery_action="[N/A]"), None, ""),
         # No answer is no verdict, and ends none: what was said before counts.
+        (smi_health(*GPUS, gpu_recovery_action="[N/A]"), "Reset", "NoAnswer"),
         (smi_health(*GPUS, gpu_recovery_action="[Unknown Error]"), "Reset", "NoAnswer"),
         (smi_health(*GPUS, gpu_recovery_action="ERR!"), "Reset", "NoAnswer"),
         (one_fails, "Reset", "NoAnswer"),
@@ -218,7 +219,7 @@ def one_fails(argv: tuple[str, ...]) -> Completed:
     ],
 )
 def test_words_and_silence(
-    asked: Machine, later: Callable[[float], None], program: Answer, said: str | None, silent: str
+    asked: Machine, later: Callable[[float], None], program: Answer, said: str, silent: str
 ) -> None:
     asked.program(HEALTH, smi_health(*GPUS, gpu_recovery_action="Reset"))
     questions(asked)

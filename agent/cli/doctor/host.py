@@ -13,7 +13,7 @@ from agent.host.reconcile import MachineOutcome
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.host.vendors import host_vendor
 from agent.host.verify.gpu_states import health
-from agent.model.facts import Absent, Broken, Facts, Unseen
+from agent.model.facts import Absent, Broken, Facts, Unseen, Verdict
 from agent.model.handoff import DRA
 from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, SERVICE_STATE, STATE, mount_unit
 from agent.model.text import rfc3339
@@ -162,16 +162,14 @@ def _plain_roots(seeing: Seeing) -> Iterator[Finding]:
 def _gpu_faults(seeing: Seeing) -> Iterator[Finding]:
     """Yield a finding for each unhealthy GPU that no machine has. GPUsHealthy and DevicesPresent report the others."""
     granted = {gpu for machine in seeing.facts.machines for gpu in machine.kept_gpus}
-    for gpu in (gpu for vendor in seeing.facts.vendors for gpu in vendor.gpus if gpu.pci_address not in granted):
-        found = health(gpu, seeing.facts)
-        if found.verdict.fenced:
+    for gpu in (gpu for vendor in seeing.facts.vendors for gpu in vendor.gpus):
+        found, address = health(gpu, seeing.facts), gpu.pci_address
+        if found.verdict.fenced and address not in granted and not gpu.detached:
+            reset = f"unbounded-agent gpus reset {address}"
             yield Finding(
-                f"GPU {gpu.pci_address} {found.verdict.in_words}: pods could not rely on it",
+                f"GPU {address} {found.verdict.in_words}: pods could not rely on it",
                 f"{found.message} (since {rfc3339(found.since)})" if found.since else found.message,
-                (
-                    "unbounded-agent gpus holders  # who has it open",
-                    f"unbounded-agent gpus attach {gpu.pci_address}  # after a reset: forgets the error",
-                ),
+                (reset if found.verdict is Verdict.NEEDS_RESET else "do what the evidence says",),
             )
 
 

@@ -125,7 +125,10 @@ REMEDIES: Mapping[str | tuple[ConditionType, str], tuple[str, ...]] = {
         REBOOT[-1],
     ),
     Reason.GPU_NEEDS_REBOOT: REBOOT,
-    Reason.GPU_BROKEN: ("unbounded-agent gpus detach PCI-ADDRESS", "replace the GPU"),
+    Reason.GPU_BROKEN: (
+        "unbounded-agent gpus detach PCI-ADDRESS",
+        "do what the evidence says, such as replace the GPU",
+    ),
     Reason.TOO_FEW_HEALTHY_GPUS: (
         "unbounded-agent gpus  # which GPUs need what",
         "or lower machines.{machine}.min_healthy_gpus, then: systemctl reload unbounded-agent",
@@ -358,6 +361,9 @@ def _fix(condition: Condition, machine: MachineOutcome, environment: Environment
     # The GPUs that the condition is about. The machine may have reported any text, so only known ones count.
     gpus = [gpu for vendor in environment.vendors for gpu in vendor.gpus]
     addresses = [gpu.pci_address for gpu in gpus if gpu.pci_address in condition.gpus]
+    if kind is ConditionType.GPUS_HEALTHY and len(addresses) > 1:
+        # Each GPU may need something else: the reason is that of the worst.
+        addresses, fix = [], ["unbounded-agent gpus  # what each GPU needs", *fix]
     if reason in (Reason.GPU_LOST, Reason.GPU_DETACHED):
         detached = [gpu.pci_address for gpu in gpus if gpu.detached]
         addresses = [*machine.lost] if reason == Reason.GPU_LOST else detached

@@ -1,6 +1,7 @@
 """Follows GPU errors, most of them in the kernel log: counts, logs and records them."""
 
 import logging
+import math
 import select
 import time
 from collections import Counter
@@ -104,9 +105,10 @@ class GpuErrors:
         self._read()
         return self._record() or recorded
 
-    def receive(self, error: GpuError) -> None:
-        """Take an error that the kernel has just reported in another way. The next `needs_pass` records it."""
+    def receive(self, error: GpuError) -> bool:
+        """Record an error that the kernel has just reported in another way. Return whether that needs a pass."""
         self._handle(error, 1, behind=False)
+        return self._record()
 
     def save_position(self, addresses: Iterable[str]) -> None:
         """Record how far the log was read, for the next start. `addresses` are the host's GPUs. Raises OSError."""
@@ -199,9 +201,11 @@ class GpuErrors:
             try:
                 if then.binding == binding(self._system, address):
                     if error.recovered:
-                        changed |= record_recovered(self._system, address)
+                        changed |= record_recovered(self._system, address, math.inf)
                     elif error.verdict is not Verdict.HEALTHY:
-                        fault = GpuFault(error.reason, error.meaning, then.since, error.verdict, then.since)
+                        times = (then.since, error.verdict, then.since)
+                        ends = (False, error.until_answer, error.vendor)
+                        fault = GpuFault(error.reason, error.meaning, *times, *ends)
                         changed |= record_fault(self._system, address, fault)
                     changed |= error.lost and record_lost(self._system, address, error.meaning)
             except (OSError, AgentError) as problem:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from agent.host.daemon.health import View
 from agent.host.daemon.server import Page
 from agent.host.reconcile import MachineOutcome, Outcome, granted_to
-from agent.host.verify.gpu_states import gpu_state, listed_gpus
+from agent.host.verify.gpu_states import gpu_state, health, listed_gpus
 from agent.model.conditions import ConditionType, Reason, Status, unknown
 from agent.model.device import DeviceKind
 from agent.model.facts import Broken, Facts, Gpu, Unseen, VendorFacts
@@ -78,8 +78,8 @@ TEXTS = {
     "host_pci_gpus": "GPUs on the PCI bus, with or without a driver.",
     "host_devices": "Devices of the host by kind and status.",
     "gpu_info": "Constant 1, with what is known about a GPU on the PCI bus, or about one that machines have lost.",
-    "gpu_fatal_error_timestamp_seconds": "When the agent read an error in the kernel log after which pods cannot rely "
-    "on the GPU. Shown until the GPU has recovered.",
+    "gpu_fatal_error_timestamp_seconds": "When the agent learned of an error after which pods cannot rely on the GPU. "
+    "Shown until the GPU has recovered.",
     "driver_info": "Constant 1, with the versions of a driver's module and libraries; empty if unknown.",
     "driver_version_mismatch": "1 if the loaded module and the libraries have different versions: reload or reboot "
     "needed.",
@@ -188,8 +188,8 @@ def _of_outcome(outcome: Outcome) -> Iterator[Metric]:
         for gpu in listed_gpus(facts, granted_to(machines))
     ]
     yield _family("gpu_info", "gpu vendor model uuid machine state health", gpus)
-    fatal = {address: fault for address, fault in facts.gpus.faults.items() if fault.verdict.fenced}
-    faults = [((address, fault.reason), fault.since) for address, fault in fatal.items()]
+    known = [(gpu.pci_address, health(gpu, facts)) for vendor in facts.vendors for gpu in vendor.gpus]
+    faults = [((gpu, each.reason), each.since) for gpu, each in known if each.verdict.fenced and each.since]
     yield _family("gpu_fatal_error_timestamp_seconds", "gpu error", faults)
     drivers = []
     for vendor in facts.vendors:

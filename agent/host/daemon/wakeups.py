@@ -327,10 +327,11 @@ class Udev:
         self,
         system: System,
         modules: tuple[str, ...],
-        failed: Callable[[GpuError], None],
+        failed: Callable[[GpuError], bool],
         monitor: Callable[[], Monitor] = udev_monitor,
     ) -> None:
-        """`modules` has patterns (fnmatch) of the kernel modules that matter. `failed` gets errors of GPUs."""
+        """`modules` has patterns (fnmatch) of the kernel modules that matter. `failed` gets errors of GPUs, and returns
+        whether they need a pass."""
         self._system, self._modules, self._failed, self._make = system, modules, failed, monitor
         self._monitor: Monitor | None = None
 
@@ -356,7 +357,7 @@ class Udev:
             needed = matters(event, self._modules) or needed
             card = CARD.fullmatch(event.device_path)
             if card and (methods := event.properties.get("WEDGED")):
-                self._failed(wedged(card[1], methods))
+                needed = self._failed(wedged(card[1], methods)) or needed
         # If there are more than BATCH events, the monitor stays readable, and the next call comes at once.
         return needed
 
@@ -393,11 +394,12 @@ def host_sources(
     system: System,
     vendors: tuple[HostVendor, ...],
     driver: Callable[[], DriverSettings],
-    failed: Callable[[GpuError], None],
+    failed: Callable[[GpuError], bool],
 ) -> tuple[Source, ...]:
     """Return all event sources except the kernel log.
 
-    `driver` returns the current settings of the driver. `failed` gets the errors of GPUs that udevd reports.
+    `driver` returns the current settings of the driver. `failed` gets the errors of GPUs that udevd reports,
+    and returns whether they need a pass.
     """
     modules = tuple(pattern for vendor in vendors for pattern in vendor.module_names)
     nodes = [pattern for vendor in vendors for pattern in vendor.node_names]

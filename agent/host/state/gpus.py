@@ -22,9 +22,9 @@ from agent.system.trust import count, discard
 LOCK_WAIT = 5.0
 """Seconds to wait for another writer, which needs milliseconds."""
 NORMAL = 600.0
-"""Seconds without another error after which a degraded GPU counts as healthy again."""
+"""Seconds without another error after which a degraded GPU counts as healthy again, and at most REPEATED more."""
 REPEATED = 60.0
-"""Seconds between two writes of the record because an error of a degraded GPU came again."""
+"""Seconds between two writes of the record because errors that are no worse came again. `last` is so much too old."""
 
 
 class Resetting(Struct, frozen=True, omit_defaults=True):
@@ -32,8 +32,8 @@ class Resetting(Struct, frozen=True, omit_defaults=True):
 
     restore: bool | None = None
     """Whether the driver must keep the GPU initialised again afterwards, as it did before; None if not yet observed."""
-    done: bool = False
-    """The GPU was reset, and answers."""
+    done: float = 0.0
+    """When the GPU was reset, and answered; 0 if it was not yet."""
 
 
 class GpuNote(Struct, frozen=True, omit_defaults=True):
@@ -47,7 +47,7 @@ class GpuNote(Struct, frozen=True, omit_defaults=True):
     lost: str = ""
     """What the kernel log said about the loss."""
     fault: GpuFault | None = None
-    """The worst error in the kernel log; of equally bad ones, the last."""
+    """The worst error in the kernel log, or that the GPU itself has named; of equally bad ones, the first."""
     taint: Taint | None = None
     attached: float = 0.0
     """When an administrator last attached the GPU; 0 if nobody has since its driver was bound."""
@@ -161,44 +161,51 @@ def record_lost(system: System, address: str, why: str) -> bool:
 
 
 def record_fault(system: System, address: str, fault: GpuFault) -> bool:
-    """Record an error, unless a worse one or the same one is recorded already. Return whether the record changed."""
+    """Record an error, unless one that is at least as bad is recorded already. Return whether the record changed."""
     bound = binding(system, address)
 
     def failed(note: GpuNote) -> GpuNote:
         before = note.fault
-        if before and before.verdict.severity > fault.verdict.severity:
-            return note
-        # If only the meaning of the error is new, record the error again: where a reset was enough before, a reboot may
-        # be needed now.
-        if before and (before.reason, before.meaning) == (fault.reason, fault.meaning):
-            seen_lately = fault.verdict.fenced or fault.last - before.last < REPEATED
-            return note if seen_lately else replace(note, fault=replace(before, last=fault.last))
-        return replace(note, fault=fault, binding=bound)
+        if before is None or fault.verdict.severity > before.verdict.severity:
+            return replace(note, fault=fault, binding=bound)
+        # If only the meaning of the error is new, it counts: a reset may be enough now, in place of a reboot.
+        if before.reason == fault.reason and before.meaning != fault.meaning:
+            since = before.since if before.verdict is fault.verdict else fault.since
+            return replace(note, fault=replace(fault, since=since))
+        again = fault.last - before.last >= REPEATED
+        return replace(note, fault=replace(before, last=fault.last)) if again else note
 
     return _change(system, address, failed)
 
 
-def record_recovered(system: System, address: str) -> bool:
-    """Forget an error after which the GPU needed a reset or a reboot: its driver says that it no longer needs it.
+def record_recovered(system: System, address: str, said: float) -> bool:
+    """Forget an error that the driver, or the GPU itself, has taken back at the time `said`.
 
-    Return whether the record changed. A broken GPU stays broken.
+    Return whether the record changed. An error after which the GPU needed a reset or a reboot is forgotten, and any
+    that counts only until the GPU answers. Nothing else takes back that a GPU is broken.
     """
     needed = (Verdict.NEEDS_RESET, Verdict.NEEDS_REBOOT)
 
     def recovered(note: GpuNote) -> GpuNote:
-        return replace(note, fault=None) if note.fault and note.fault.verdict in needed else note
+        fault = note.fault
+        taken_back = fault and (fault.verdict in needed or fault.until_answer) and fault.last + REPEATED < said
+        return replace(note, fault=None) if taken_back else note
 
     return _change(system, address, recovered)
 
 
-def forget_fault(system: System, address: str) -> bool:
-    """Forget the GPU's worst error, and what it has said of itself. Return whether there was an error."""
-    had_error, bound, now = False, binding(system, address), time.time()
+def forget_fault(system: System, address: str, until: float | None = None) -> bool:
+    """Forget the GPU's worst error, and what it has said of itself. Return whether there was an error.
+
+    `until` is the time from which on errors count; now by default.
+    """
+    had_error, bound, end = False, binding(system, address), time.time() if until is None else until
 
     def forgotten(note: GpuNote) -> GpuNote:
         nonlocal had_error
-        had_error = note.fault is not None
-        return replace(note, fault=None, attached=now, binding=bound)
+        fault = note.fault if note.fault and note.fault.last > end else None
+        had_error = note.fault is not fault
+        return replace(note, fault=fault, attached=end, binding=bound)
 
     _change(system, address, forgotten)
     return had_error
@@ -232,7 +239,11 @@ def _current(found: Seen[dict[str, GpuNote]], system: System) -> dict[str, GpuNo
         if _device(system, address) == note.device:
             if (note.fault or note.lost or note.attached) and binding(system, address) != note.binding:
                 note = replace(note, binding=None, lost="", fault=None, attached=0.0)
-            if note.fault and note.fault.verdict is Verdict.DEGRADED and time.time() - note.fault.last > NORMAL:
+            if (
+                note.fault
+                and note.fault.verdict is Verdict.DEGRADED
+                and time.time() - note.fault.last > NORMAL + REPEATED
+            ):
                 note = replace(note, fault=None)
             if note.lost or note.fault or note.taint or note.attached:
                 current[address] = note

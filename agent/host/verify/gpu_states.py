@@ -8,7 +8,19 @@ from msgspec.structs import asdict, replace
 from agent.host.vendors import host_vendor
 from agent.model.conditions import Reason
 from agent.model.contract import Effect, GpuState, GpuStatus
-from agent.model.facts import Facts, Gpu, Placement, Remembered, RememberedGpu, Seen, VendorFacts, Verdict
+from agent.model.facts import (
+    Absent,
+    Facts,
+    Gpu,
+    GpuFault,
+    Granted,
+    Placement,
+    Remembered,
+    RememberedGpu,
+    Seen,
+    VendorFacts,
+    Verdict,
+)
 from agent.model.goal import MachineGoal
 from agent.model.handoff import HealthAnswer, Report
 from agent.model.text import rfc3339
@@ -37,19 +49,19 @@ class Health(Struct, frozen=True):
 
 
 def health(gpu: Gpu, facts: Facts, machine: str = "") -> Health:
-    """Return the worst that is known of a GPU, from the kernel log and from what it says itself.
+    """Return the worst that is known of a GPU, from what is recorded and from what it says itself.
 
     What nobody says is never a fault. What the GPU says comes through a machine, which may lie: it counts for that
     `machine`, and for the host as a whole, without a machine's name, only if no other machine has the GPU. So a machine
-    can only cost itself a GPU, and only one that it was granted. For the same fault, the kernel log counts.
+    can only cost itself a GPU, and only one that it was granted. Of equally bad things, what is recorded counts.
     """
-    logged, answer = _logged(gpu, facts), own_answer(gpu, facts, machine)
+    recorded, answer = _recorded(gpu, facts), own_answer(gpu, facts, machine)
     if answer is None:
-        return logged
+        return recorded
     word = host_vendor(gpu.vendor).judge(answer)
-    found = logged
+    found = recorded
     # What a GPU said before it lost its driver is no longer true.
-    if gpu.driver and word.verdict.severity > logged.verdict.severity:
+    if gpu.driver and word.verdict.severity > recorded.verdict.severity:
         found = Health(word.verdict, word.reason, word.meaning, answer.since, THE_GPU)
     return replace(found, asked=answer.asked, silence=answer.silence)
 
@@ -59,23 +71,39 @@ def own_answer(gpu: Gpu, facts: Facts, machine: str = "") -> HealthAnswer | None
 
     What it said before an administrator attached it does not.
     """
-    having = [each for each in facts.machines if gpu.pci_address in each.kept_gpus]
+    # A machine whose grant could not be read may have any GPU.
+    having = [
+        each
+        for each in facts.machines
+        if gpu.pci_address in each.kept_gpus or not isinstance(each.granted, Granted | Absent)
+    ]
     reports = [each.report for each in having if machine == each.name or (not machine and len(having) == 1)]
     answers = [each for report in reports if isinstance(report, Report) for each in report.health]
     since = facts.gpus.attached.get(gpu.pci_address, 0.0)
     return next((each for each in answers if each.gpu == gpu.pci_address and each.asked >= since), None)
 
 
-def has_recovered(gpu: Gpu, facts: Facts) -> bool:
-    """Return whether the GPU needed a reset or a reboot, and has said since that it needs nothing."""
-    fault, answer = facts.gpus.faults.get(gpu.pci_address), own_answer(gpu, facts)
-    return bool(
-        answer
-        and fault
-        and fault.verdict in (Verdict.NEEDS_RESET, Verdict.NEEDS_REBOOT)
-        and answer.asked > fault.last
-        and host_vendor(gpu.vendor).needs_nothing(answer)
+def own_fault(gpu: Gpu, facts: Facts) -> GpuFault | None:
+    """Return the error that the GPU names itself, if no new pod should get it. The record keeps it from then on.
+
+    Otherwise a restart of the machine through which the GPU speaks would end it.
+    """
+    if not gpu.driver or (answer := own_answer(gpu, facts)) is None:
+        return None
+    word = host_vendor(gpu.vendor).judge(answer)
+    if not word.verdict.fenced:
+        return None
+    return GpuFault(
+        word.reason, word.meaning, answer.since, word.verdict, answer.asked, own_word=True, until_answer=True
     )
+
+
+def recovered_at(gpu: Gpu, facts: Facts) -> float:
+    """Return when the GPU has taken back what is recorded against it; 0 if it has not."""
+    fault, answer = facts.gpus.faults.get(gpu.pci_address), own_answer(gpu, facts)
+    if not fault or not answer or not answer.said or own_fault(gpu, facts):
+        return 0.0
+    return answer.asked if fault.until_answer or host_vendor(gpu.vendor).needs_nothing(answer) else 0.0
 
 
 def withheld(gpus: Iterable[str], facts: Facts) -> tuple[str, ...]:
@@ -87,14 +115,17 @@ def withheld(gpus: Iterable[str], facts: Facts) -> tuple[str, ...]:
     return tuple(address for address in gpus if address in lost or address in facts.gpus.tainted)
 
 
-def _logged(gpu: Gpu, facts: Facts) -> Health:
-    if fault := facts.gpus.faults.get(gpu.pci_address):
-        return Health(fault.verdict, fault.reason, fault.meaning, fault.since, KERNEL_LOG)
+def _recorded(gpu: Gpu, facts: Facts) -> Health:
+    known = [Health(Verdict.HEALTHY)]
+    for address, fault in facts.gpus.faults.items():
+        if address == gpu.pci_address or fault.vendor == gpu.vendor:
+            source = THE_GPU if fault.own_word else KERNEL_LOG
+            known.append(Health(fault.verdict, fault.reason, fault.meaning, fault.since, source))
     if gpu.why_lost:
-        return Health(Verdict.NEEDS_REBOOT, str(Reason.GPU_FALLEN_OFF_BUS), gpu.why_lost, source=KERNEL_LOG)
-    if not gpu.driver:
-        return Health(Verdict.UNKNOWN, str(Reason.NO_DRIVER), "it has no kernel driver")
-    return Health(Verdict.HEALTHY)
+        known.append(Health(Verdict.NEEDS_REBOOT, str(Reason.GPU_FALLEN_OFF_BUS), gpu.why_lost, source=KERNEL_LOG))
+    elif not gpu.driver:
+        known.append(Health(Verdict.UNKNOWN, str(Reason.NO_DRIVER), "it has no kernel driver"))
+    return max(known, key=lambda each: each.verdict.severity)
 
 
 def gpu_states(
@@ -121,7 +152,7 @@ def _state(gpu: Gpu, facts: Facts, machine: str) -> GpuStatus:
     if gpu.why_lost or not gpu.driver or found.verdict.fenced:
         state = GpuState.LOST if gpu.why_lost else GpuState.UNHEALTHY
         reason, message, since = found.reason, found.message, found.since
-        if state is GpuState.UNHEALTHY and found.verdict.fenced:
+        if state is GpuState.UNHEALTHY and found.verdict is Verdict.NEEDS_RESET and found.source == KERNEL_LOG:
             message = f"{message}; {RECOVERY.format(gpu.pci_address)}"
     # Pods stay on a GPU that has failed: they are evicted only if an administrator detaches the GPU.
     effect = Effect.NONE if state is GpuState.HEALTHY else Effect.NO_SCHEDULE

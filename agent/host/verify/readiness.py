@@ -112,6 +112,7 @@ class Case(Struct, frozen=True):
 def conditions(case: Case) -> tuple[Condition, ...]:
     """Return the conditions with their times, in the order of ConditionType, Ready last."""
     found = [_condition(kind, case) for kind in ConditionType if kind is not ConditionType.READY]
+    found = _too_few(case, found)
     # If no GPU of the machine is without a fault, no fault concerns only some GPUs.
     if not {gpu for each in found for gpu in each.gpus} < case.gpus:
         found = [each._replace(gpus=()) for each in found]
@@ -232,7 +233,11 @@ def _ready_without_gpus(case: Case) -> Condition:
     # If all GPUs are dead when a host boots for the first time, it looks like a host without GPUs. Something else may
     # say that it is meant to have some.
     drivers = (vendor.driver.user_space.version for vendor in case.facts.vendors if vendor.driver)
-    keys = [key for key in ("mig_config", "mig_monitor", "imex_channels", "sockets") if getattr(settings, key)]
+    keys = [
+        key
+        for key in ("mig_config", "mig_monitor", "imex_channels", "sockets", "min_healthy_gpus")
+        if getattr(settings, key)
+    ]
     if settings.gpus != "all":
         expected = "the machine's setting `gpus` asks for some"
     elif keys:
@@ -290,22 +295,33 @@ def _of_gpus(condition: Condition, gpus: tuple[str, ...]) -> Condition:
 
 
 def _gpus_healthy(case: Case) -> Condition:
-    """Return GPUsHealthy. It is about the granted GPUs: GPUsComplete is about those that are gone."""
-    kind, minimum = ConditionType.GPUS_HEALTHY, case.settings.min_healthy_gpus
+    """Return GPUsHealthy. It is about the granted GPUs: GPUsComplete is about those that are gone.
+
+    DevicesPresent reports GPUs without a driver, and those that have fallen off the bus.
+    """
+    kind = ConditionType.GPUS_HEALTHY
     gpus = [gpu for vendor in case.facts.vendors for gpu in vendor.gpus if gpu.pci_address in case.gpus]
-    known = [(gpu.pci_address, health(gpu, case.facts, case.machine.name)) for gpu in gpus]
-    bad = [(verdict, gpu, each) for verdict in VERDICTS for gpu, each in known if each.verdict is verdict]
-    message = "; ".join(f"{gpu} {verdict.in_words}: {each.message}" for verdict, gpu, each in bad)
-    fenced = [gpu for verdict, gpu, _ in bad if verdict.fenced]
-    left = len(case.gpus) - len(fenced)
-    if left < minimum:
-        few = f"{counted(left, 'healthy GPU')}, but min_healthy_gpus is {minimum}"
-        return false(kind, Reason.TOO_FEW_HEALTHY_GPUS, f"{few}; {message}" if message else few)
-    if fenced:
-        return false(kind, VERDICTS[bad[0][0]], message, fenced)
-    if bad:
-        return true(kind, Reason.GPU_DEGRADED, message)
-    return true(kind, Reason.HEALTHY, f"no fault is known of {counted(len(case.gpus), 'GPU')}")
+    known = [(gpu, health(gpu, case.facts, case.machine.name)) for gpu in gpus if gpu.driver and not gpu.why_lost]
+    bad = [(gpu, each) for verdict in VERDICTS for gpu, each in known if each.verdict is verdict]
+    message = "; ".join(f"{gpu.pci_address} {each.verdict.in_words}: {each.message}" for gpu, each in bad)
+    if fenced := [gpu.pci_address for gpu, each in bad if each.verdict.fenced]:
+        found = false(kind, VERDICTS[bad[0][1].verdict], message, fenced)
+    elif bad:
+        found = true(kind, Reason.GPU_DEGRADED, message)
+    else:
+        found = true(kind, Reason.HEALTHY, f"no fault is known of {counted(len(known), 'GPU')}")
+    return found._replace(vendors=tuple(dict.fromkeys(gpu.vendor for gpu, _ in bad)))
+
+
+def _too_few(case: Case, found: list[Condition]) -> list[Condition]:
+    """Return the conditions, with GPUsHealthy False for the whole machine if too few of its GPUs serve pods."""
+    unusable = {gpu for each in found for gpu in each.gpus}
+    left, minimum = len(case.gpus - unusable), case.settings.min_healthy_gpus
+    if left >= minimum or not case.gpus:
+        return found
+    few = f"{counted(left, 'GPU')} can serve pods, but min_healthy_gpus is {minimum}; not these: "
+    too_few = false(ConditionType.GPUS_HEALTHY, Reason.TOO_FEW_HEALTHY_GPUS, few + (", ".join(sorted(unusable)) or "-"))
+    return [too_few if each.type is ConditionType.GPUS_HEALTHY else each for each in found]
 
 
 def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:

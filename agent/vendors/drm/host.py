@@ -55,6 +55,7 @@ class KernelLine(Struct, frozen=True):
     from_application: bool = False
     lost: bool = False
     recovered: bool = False
+    refused: bool = False
 
 
 class Description(Struct, frozen=True):
@@ -103,6 +104,7 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
             override=each.override,
             virtual=each.virtual,
             integrated=each.integrated or each.address.partition(":")[2].startswith(ROOT_BUS),
+            why_unbound=sources.why_unbound(each),
         )
         for each in sources.pci
         if each.vendor_id == vendor.vendor_id
@@ -258,11 +260,14 @@ def grant_drm(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots,
 
 # The tables of lines name the function of Linux 6.12 that writes each, or else the first version that does.
 
-NOT_STARTED = "the driver could not start the GPU; see `dmesg`, such as for missing firmware; then reboot the host"
+STOPPED = (
+    Verdict.NEEDS_REBOOT,
+    "the driver could not start the GPU; see `dmesg`, such as for missing firmware; then reboot the host",
+)
 HUNG = "a program stopped the GPU, or a part of it, and the driver resets that"
 LINES = (
     # call_driver_probe (drivers/base/dd.c), which also had another form before 6.9.
-    KernelLine(r"\w+ (?:probe with driver \w+ )?failed with error -", "NotStarted", Verdict.NEEDS_REBOOT, NOT_STARTED),
+    KernelLine(r"\w+ (?:probe with driver \w+ )?failed with error -", "NotStarted", *STOPPED, refused=True),
     # drm_dev_wedged_event since 6.15, after which comes the uevent.
     KernelLine(r"\w+ device wedged, needs recovery", "Wedged", *WEDGED["rebind"]),
     KernelLine(r"\w+ device wedged, but recovered", "Wedged", *WEDGED["none"], from_application=True),
@@ -284,8 +289,13 @@ def parse_line(vendor: Description, text: str) -> GpuError | None:
     message, address = f"{head['driver']} {text[head.end() :]}", head["address"]
     for each in (*vendor.lines, *LINES):
         if re.match(each.pattern, message):
-            causes = (each.from_application, each.lost, each.recovered)
-            return GpuError(address, each.reason, each.meaning.format(address), each.verdict, None, *causes)
+            return GpuError(
+                *(address, each.reason, each.meaning.format(address), each.verdict),
+                from_application=each.from_application,
+                lost=each.lost,
+                recovered=each.recovered,
+                refused=each.refused,
+            )
     return None
 
 
@@ -369,6 +379,7 @@ AMD_LINES = (
         "BadPages",
         Verdict.BROKEN,
         f"{BAD_PAGES}, so the driver does not start it; replace the GPU",
+        refused=True,
     ),
     KernelLine(
         r"amdgpu (?:RAS records:[0-9]+ exceed threshold:|Saved bad pages [0-9]+ reaches threshold)",
@@ -380,8 +391,8 @@ AMD_LINES = (
     KernelLine(
         r"amdgpu (?:Fatal error during GPU init|hw_init of IP block <\w+> failed)",
         "NotStarted",
-        Verdict.NEEDS_REBOOT,
-        NOT_STARTED,
+        *STOPPED,
+        refused=True,
     ),
     # amdgpu_job_timedout. Older kernels do not name the device.
     KernelLine(
@@ -402,7 +413,7 @@ INTEL_LINES = (
     # intel_gt_reset, after which i915 is wedged; gt_reset and xe_gt_resume.
     KernelLine(
         r"i915 (?:Failed to reset chip|Failed to initialise HW following reset|GPU reset not supported)"
-        r"|xe (?:reset|resume) failed \(",
+        r"|xe (?:reset|resume) failed \(-",
         "ResetFailed",
         Verdict.NEEDS_RESET,
         f"{NOT_RESET}; to bind the driver again, {REBIND}",
@@ -412,7 +423,9 @@ INTEL_LINES = (
         r"i915 GuC initialization failed|xe load failed: status = |xe GuC init failed",
         "FirmwareNotLoaded",
         Verdict.NEEDS_RESET,
-        f"the GPU's microcontroller (GuC) did not start; see `dmesg`, such as for its firmware; {REBIND}",
+        "the GPU's microcontroller (GuC) did not start; see `dmesg`, such as for its firmware; reboot the host, or "
+        f"{REBIND}",
+        refused=True,
     ),
     # xe_survivability_mode.c, since 6.14.
     KernelLine(r"xe (?:In|Runtime) Survivability [Mm]ode", "FirmwareDamaged", *WEDGED["vendor-specific"]),

@@ -45,7 +45,7 @@ from agent.vendors.nvidia.contract import (
     is_answer,
     is_registered,
 )
-from agent.vendors.nvidia.devices import built_in, misbound_gpus, modules_to_blacklist
+from agent.vendors.nvidia.devices import ACTIONS, built_in, misbound_gpus, modules_to_blacklist
 from agent.vendors.nvidia.driver import FABRIC_MANAGER, RUNNING, has_unit
 
 UNLOAD_ORDER = ("nvidia_fs", "nvidia_peermem", "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia")
@@ -490,33 +490,17 @@ def _persistence_mode(daemon: Seen[str], grant: Grant, report: FabricReport) -> 
 
 YES, ACTIVE = "Yes", "Active"
 NOTHING = "None"
-RESET_IT = OwnWord(
-    Verdict.NEEDS_RESET, "RecoveryActionReset", "the GPU asks for a reset; drain the node and reset the GPU"
-)
-DRAIN_AND_RESET_IT = OwnWord(
-    Verdict.NEEDS_RESET,
-    "RecoveryActionDrainAndReset",
-    "the GPU asks for no new work, and then a reset; drain the node and reset the GPU",
-)
+ACTION_WORDS = ("None", "Reset", "Reboot", "Drain P2P", "Drain and Reset", "Recover IMEX Domain")
+"""What nvidia-smi 580 and later print for the recovery actions 0 to 5 (nvmlDeviceGpuRecoveryAction_t of NVML R610)."""
+ASKED_FOR = {
+    word: OwnWord(verdict, f"RecoveryAction{word.title().replace(' ', '')}", meaning) if number else OwnWord()
+    for number, word in enumerate(ACTION_WORDS)
+    for verdict, meaning in (ACTIONS[number],)
+}
 OWN_WORDS: Mapping[tuple[str, str], OwnWord] = {
-    (RECOVERY_ACTION, NOTHING): OwnWord(),
-    (RECOVERY_ACTION, "Reset"): RESET_IT,
-    (RESET_REQUIRED, YES): RESET_IT,
-    (RECOVERY_ACTION, "Reboot"): OwnWord(
-        Verdict.NEEDS_REBOOT, "RecoveryActionReboot", "the GPU asks for a reboot; drain the node and reboot the host"
-    ),
-    (RECOVERY_ACTION, "Drain P2P"): OwnWord(
-        Verdict.DEGRADED,
-        "RecoveryActionDrainP2P",
-        "the GPU asks for an end of peer-to-peer traffic; end the programs that use several GPUs",
-    ),
-    (RECOVERY_ACTION, "Drain and Reset"): DRAIN_AND_RESET_IT,
-    (DRAIN_AND_RESET, YES): DRAIN_AND_RESET_IT,
-    (RECOVERY_ACTION, "Recover IMEX Domain"): OwnWord(
-        Verdict.DEGRADED,
-        "RecoveryActionIMEX",
-        "the GPU asks for a recovery of its IMEX domain; see nvidia-imex on the domain's hosts",
-    ),
+    **{(RECOVERY_ACTION, word): found for word, found in ASKED_FOR.items()},
+    (RESET_REQUIRED, YES): ASKED_FOR["Reset"],
+    (DRAIN_AND_RESET, YES): ASKED_FOR["Drain and Reset"],
     (ROWS_FAILED, YES): OwnWord(
         Verdict.BROKEN, "RowRemapFailure", "a bad row of its memory could not be remapped; replace the GPU"
     ),
@@ -540,9 +524,7 @@ OWN_WORDS: Mapping[tuple[str, str], OwnWord] = {
         Verdict.DEGRADED, "FabricLimited", f"its NVLink fabric has less bandwidth; see `{SHOW_FABRIC_LOG}`"
     ),
 }
-"""What each word means, by field. Words without a row mean nothing, except recovery actions. Those are named by NVML's
-nvmlDeviceGpuRecoveryAction_t (R610) and printed by nvidia-smi 580 and later; the verdicts of the kernel log's Xid 154
-are the same."""
+"""What each word means, by field. Words without a row mean nothing, except recovery actions."""
 ONLY_A_RESET = OwnWord(
     Verdict.NEEDS_RESET, "RequiresReset", "NVML refuses to query it until it is reset; drain the node and reset the GPU"
 )

@@ -119,6 +119,7 @@ def is_registered(answer: FabricAnswer) -> bool:
 RECOVERY_ACTION = "gpu_recovery_action"
 RESET_REQUIRED = "reset_status.reset_required"
 DRAIN_AND_RESET = "reset_status.drain_and_reset_recommended"
+PERSISTENCE = "persistence_mode"
 UNCORRECTED = "ecc.errors.uncorrected.volatile.total"
 """Errors since the driver initialised the GPU."""
 PAGES_PENDING = "retired_pages.pending"
@@ -128,7 +129,7 @@ ROWS_FAILED = "remapped_rows.failure"
 POWER_BRAKE = "clocks_throttle_reasons.hw_power_brake_slowdown"
 FABRIC_HEALTH = "fabric.health.summary"
 HEALTH_FIELDS = (
-    *(RECOVERY_ACTION, RESET_REQUIRED, DRAIN_AND_RESET),
+    *(PERSISTENCE, RECOVERY_ACTION, RESET_REQUIRED, DRAIN_AND_RESET),
     *(UNCORRECTED, PAGES_PENDING, ROWS_PENDING, ROWS_FAILED, POWER_BRAKE, FABRIC_HEALTH),
 )
 REQUIRES_RESET = "GPU requires reset"

@@ -532,7 +532,8 @@ class Line(Struct, frozen=True):
     meaning: str
     lost: bool = False
     refused: bool = False
-    """Those two as in GpuError."""
+    until_answer: bool = False
+    """Those three as in GpuError."""
 
 
 _INSTALLED = (
@@ -555,6 +556,7 @@ LINES = (
         "InitFailed",
         Verdict.NEEDS_RESET,
         "the driver could not initialise the GPU; drain the node and reset the GPU, or reboot the host",
+        until_answer=True,
     ),
     # Only the proprietary modules write this, so no source has it; https://github.com/NVIDIA/open-gpu-kernel-modules
     # /issues does. A GPU that works only with another driver counts as broken: neither a reset nor a reboot helps.
@@ -635,7 +637,7 @@ def _parse_sxid(text: str) -> GpuError | None:
     fatal = match["severity"] == "Fatal"
     verdict, meaning = (Verdict.NEEDS_RESET, FATAL_SXID) if fatal else (Verdict.HEALTHY, SXID_WORDS)
     number = int(match["number"])
-    return GpuError(match["address"].lower(), f"SXid{number}", f"SXid {number}: {meaning}", verdict)
+    return GpuError(match["address"].lower(), f"SXid{number}", f"SXid {number}: {meaning}", verdict, vendor="nvidia")
 
 
 def parse_kernel_message(text: str) -> GpuError | None:
@@ -647,6 +649,9 @@ def parse_kernel_message(text: str) -> GpuError | None:
     for line in LINES:
         if match := line.pattern.match(text):
             return GpuError(
-                match["address"].lower(), line.reason, line.meaning, line.verdict, lost=line.lost, refused=line.refused
+                *(match["address"].lower(), line.reason, line.meaning, line.verdict),
+                lost=line.lost,
+                refused=line.refused,
+                until_answer=line.until_answer,
             )
     return None

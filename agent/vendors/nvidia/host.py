@@ -215,9 +215,9 @@ def release_advice(command: str, pci_address: str, *, in_machine: bool) -> str:
     return advice.get(command, "").format(address=pci_address)
 
 
-# Resets GPUs with nvidia-smi, as nvidia-smi(1) of 550.163 and a later one describe it. It may only be run for GPUs that no
-# program has open. Persistence mode counts as a program, nvidia-fabricmanager does not: on Ampere's NVSwitch systems, a
-# single GPU can only be reset while it runs.
+# Resets GPUs with nvidia-smi, as nvidia-smi(1) of 550.163 and a later one describe it. It may only be run for GPUs
+# that no program has open. Persistence mode counts as a program, nvidia-fabricmanager does not: on Ampere's NVSwitch
+# systems, a single GPU can only be reset while it runs.
 
 SMI = "nvidia-smi"
 TOGETHER = "must be reset together"

@@ -201,8 +201,8 @@ class NvidiaMachine(MachineVendor):
     ) -> Mapping[str, Mapping[str, str]]:
         return nvidia_ctk.query_health(system, request.gpus, gpus, fields)
 
-    def in_persistence_mode(self, answer: FabricAnswer) -> bool:
-        return answer.persistence == "Enabled"
+    def in_persistence_mode(self, answer: FabricAnswer, said: Mapping[str, str]) -> bool:
+        return answer.persistence == "Enabled" and said.get(contract.PERSISTENCE) != "Disabled"
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:
         return tuple(contract.mount_points(request.sockets))

@@ -147,7 +147,7 @@ def test_a_gpu_with_a_fatal_error_is_found_once(sound: Host) -> None:
     (finding,) = diagnosed(sound, seen).findings
     assert finding.cause == "GPU 0000:02:00.0 needs a reset: pods could not rely on it"
     assert finding.evidence == "a double-bit ECC error: reset the GPU (since 2023-11-14T22:13:20Z)"
-    assert finding.fix[-1].startswith("unbounded-agent gpus attach 0000:02:00.0")
+    assert finding.fix == ("unbounded-agent gpus reset 0000:02:00.0",)
     # A condition of the machine that has the GPU reports it.
     granted = tuple(replace(each, granted=Granted("0f", ("0000:02:00.0",), {})) for each in seen.machines)
     assert diagnosed(sound, replace(seen, machines=granted)).findings == ()

@@ -174,7 +174,7 @@ def test_a_machine_that_needs_all_its_gpus_is_not_ready_without_one(running: Hos
     bad(running, SECOND, Verdict.NEEDS_RESET)
     machine = evaluate(agent)
     assert ready(machine) == (Status.FALSE, "TooFewHealthyGPUs")
-    assert "1 healthy GPU, but min_healthy_gpus is 2" in machine.ready.message
+    assert "1 GPU can serve pods, but min_healthy_gpus is 2" in machine.ready.message
     assert SECOND in machine.ready.message
 
 
@@ -193,10 +193,12 @@ def test_a_degraded_gpu_serves_and_is_healthy_again_after_a_normal_time(running:
 def test_only_what_the_driver_takes_back_ends_a_verdict(running: Host) -> None:
     """A worse error counts, a lesser one does not, and time alone ends nothing that needs an action."""
     bad(running, FIRST, Verdict.NEEDS_RESET, since=1000.0)
-    assert not record_fault(running, FIRST, GpuFault("Xid63", "", 2000.0, Verdict.DEGRADED, 2000.0))
+    record_fault(running, FIRST, GpuFault("Xid63", "", 2000.0, Verdict.DEGRADED, 2000.0))
     assert observe_gpus(running).faults[FIRST].reason == "Xid48"
-    assert record_recovered(running, FIRST)
+    # What was said before the last error takes nothing back.
+    assert not record_recovered(running, FIRST, 2000.0)
+    assert record_recovered(running, FIRST, time.time())
     assert not observe_gpus(running).faults
     bad(running, FIRST, Verdict.BROKEN, since=1000.0)
-    assert not record_recovered(running, FIRST)
+    assert not record_recovered(running, FIRST, time.time())
     assert observe_gpus(running).faults[FIRST].verdict is Verdict.BROKEN

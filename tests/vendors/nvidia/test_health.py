@@ -36,7 +36,7 @@ HEALTHY = dict.fromkeys((PAGES_PENDING, ROWS_PENDING, ROWS_FAILED), "No") | {
         ({RECOVERY_ACTION: "Reboot"}, "needs-reboot", "RecoveryActionReboot", False),
         ({RECOVERY_ACTION: "Drain P2P"}, "degraded", "RecoveryActionDrainP2P", False),
         ({RECOVERY_ACTION: "Drain and Reset"}, "needs-reset", "RecoveryActionDrainAndReset", False),
-        ({RECOVERY_ACTION: "Recover IMEX Domain"}, "degraded", "RecoveryActionIMEX", False),
+        ({RECOVERY_ACTION: "Recover IMEX Domain"}, "degraded", "RecoveryActionRecoverImexDomain", False),
         ({RECOVERY_ACTION: "Dance"}, "degraded", "RecoveryActionUnknown", False),
         ({RESET_REQUIRED: "Yes"}, "needs-reset", "RecoveryActionReset", False),
         ({DRAIN_AND_RESET: "Yes"}, "needs-reset", "RecoveryActionDrainAndReset", False),

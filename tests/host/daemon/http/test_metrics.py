@@ -222,7 +222,7 @@ def test_each_gpu_is_described_and_the_storage_is_counted() -> None:
     states = {(dict(labels)["gpu"], dict(labels)["state"]) for name, labels in samples if name == "gpu_info"}
     assert states == {(GPUS[0], "granted"), (GPUS[1], "granted"), ("0000:03:00.0", "lost")}
     identity = {"vendor": "nvidia", "model": "Tesla T4", "uuid": "GPU-3", "machine": "gpu-node"}
-    assert value(samples, "gpu_info", gpu="0000:03:00.0", state="lost", **identity) == 1
+    assert value(samples, "gpu_info", gpu="0000:03:00.0", state="lost", health="not-known", **identity) == 1
     assert value(samples, "gpu_fatal_error_timestamp_seconds", gpu=GPUS[1], error="Xid48") == 1.6e9
     assert (value(samples, "driver_roots"), value(samples, "driver_root_bytes")) == (1, 70)
     assert value(samples, "state_free_bytes") == 1 << 30

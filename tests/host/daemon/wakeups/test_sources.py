@@ -446,10 +446,10 @@ def test_a_wedged_gpu_is_recorded_whatever_comes_before_and_after(
     came = [others[0], Event("drm", "change", CARD, {"WEDGED": methods}), others[1]]
     source = Udev(gpu_host, (), follower.receive, lambda: Sent(came))
     source.open()
+    gpu_host.full = [GPUS]
     with caplog.at_level("INFO"):
         assert [source.needs_pass(), source.needs_pass()] == [True, False]
     assert f"{WEDGED_GPU}: " in caplog.text
-    gpu_host.full = [GPUS]
     assert not follower.needs_pass()
     gpu_host.full = []
     assert follower.needs_pass() is (verdict is not None)
