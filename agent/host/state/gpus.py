@@ -179,17 +179,17 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
 
 
 def record_recovered(system: System, address: str, said: float) -> bool:
-    """Forget an error that the driver, or the GPU itself, has taken back at the time `said`.
+    """Forget an error that the driver, or the GPU itself, has withdrawn at the time `said`.
 
     Return whether the record changed. An error after which the GPU needed a reset or a reboot is forgotten, and any
-    that counts only until the GPU answers. Nothing else takes back that a GPU is broken.
+    that counts only until the GPU answers. Nothing else ends that a GPU is broken.
     """
     needed = (Verdict.NEEDS_RESET, Verdict.NEEDS_REBOOT)
 
     def recovered(note: GpuNote) -> GpuNote:
         fault = note.fault
-        taken_back = fault and (fault.verdict in needed or fault.until_answer) and fault.last + REPEATED < said
-        return replace(note, fault=None) if taken_back else note
+        withdrawn = fault and (fault.verdict in needed or fault.until_answer) and fault.last + REPEATED < said
+        return replace(note, fault=None) if withdrawn else note
 
     return _change(system, address, recovered)
 

@@ -99,7 +99,7 @@ def own_fault(gpu: Gpu, facts: Facts) -> GpuFault | None:
 
 
 def recovered_at(gpu: Gpu, facts: Facts) -> float:
-    """Return when the GPU has taken back what is recorded against it; 0 if it has not."""
+    """Return when the GPU has withdrawn what is recorded against it; 0 if it has not."""
     fault, answer = facts.gpus.faults.get(gpu.pci_address), own_answer(gpu, facts)
     if not fault or not answer or not answer.said or own_fault(gpu, facts):
         return 0.0

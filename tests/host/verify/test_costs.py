@@ -190,12 +190,12 @@ def test_a_degraded_gpu_serves_and_is_healthy_again_after_a_normal_time(running:
     assert evaluate(reconciler(running)).condition(ConditionType.GPUS_HEALTHY).reason == "Healthy"
 
 
-def test_only_what_the_driver_takes_back_ends_a_verdict(running: Host) -> None:
+def test_only_the_drivers_word_ends_a_verdict(running: Host) -> None:
     """A worse error counts, a lesser one does not, and time alone ends nothing that needs an action."""
     bad(running, FIRST, Verdict.NEEDS_RESET, since=1000.0)
     record_fault(running, FIRST, GpuFault("Xid63", "", 2000.0, Verdict.DEGRADED, 2000.0))
     assert observe_gpus(running).faults[FIRST].reason == "Xid48"
-    # What was said before the last error takes nothing back.
+    # What was said before the last error ends nothing.
     assert not record_recovered(running, FIRST, 2000.0)
     assert record_recovered(running, FIRST, time.time())
     assert not observe_gpus(running).faults
