@@ -1,5 +1,6 @@
 """Errors of GPUs in the kernel log: those of the driver count, those that user space writes there do not."""
 
+import json
 import re
 from collections.abc import Callable
 
@@ -61,3 +62,28 @@ def test_an_xid_of_the_driver_counts_and_one_of_user_space_does_not(ready: Bed) 
     pass_until(ready, lambda: ready.last_conditions()["DevicesPresent"]["reason"] == "GPUFallenOffBus")
     assert counted(ready)[THIRD, OFF_THE_BUS] == 1
     assert THIRD in ready.conditions()["DevicesPresent"]["message"]
+
+
+def say(bed: Bed, minor: int, words: str) -> None:
+    """Simulation: let the GPU say something of its health (integration/simulation/nvml/health.c)."""
+    bed.run("sh", "-c", f"echo {minor} {words} >/proc/driver/nvidia/simulated_health")
+
+
+def test_a_gpu_that_asks_for_a_reset_is_reset(ready: Bed) -> None:
+    """Its machine asks it, which is in persistence mode. The driver's own nvidia-smi resets the simulated GPU."""
+    ready.run("sh", "-c", "printf '[gpu_health]\\ninterval = 60\\n' >/etc/unbounded-agent/config.d/60-health.toml")
+    for minor in range(8):
+        say(ready, minor, "persistence 1")
+    ready.run("systemctl", "restart", "nvidia-persistenced.service")
+    say(ready, 1, "recovery_action 1")
+    pass_until(ready, lambda: ready.last_conditions()["GPUsHealthy"]["status"] == "False", 900)
+    found = ready.conditions()
+    assert found["GPUsHealthy"]["reason"] == "GPUNeedsReset"
+    assert f"{SECOND} needs a reset: " in found["GPUsHealthy"]["message"]
+    assert (found["Ready"]["status"], found["Ready"]["reason"]) == ("True", "SomeGPUsUnusable")
+    listed = json.loads(ready.agent("gpus", "--json").stdout)["gpus"]
+    assert {each["address"]: each["health"] for each in listed}[SECOND] == "needs-reset"
+    printed = ready.agent("gpus", "reset", SECOND, "--yes", timeout=600).stdout
+    assert f"{SECOND} was reset, works, and was given back to" in printed
+    pass_until(ready, lambda: ready.last_conditions()["GPUsHealthy"]["status"] == "True")
+    assert ready.wait_ready()["Ready"]["reason"] == "AllConditionsTrue"
