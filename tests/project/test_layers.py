@@ -30,7 +30,7 @@ ROOMS: Mapping[str, Order] = {
         ("joining", "allocation", "daemon"),
     ),
     "machine": (
-        ("notes", "vendors", "open_nodes", "containerd_tables"),
+        ("notes", "vendors", "open_nodes", "gpu_test", "containerd_tables"),
         ("devices", "libraries", "containerd"),
         ("foreign_specs", "node_condition"),
         "cdi",
