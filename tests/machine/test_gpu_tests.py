@@ -12,7 +12,7 @@ from agent.machine.run import HANDOFF, run
 from agent.model.contract import GpuTestRequest, GpuToTest, render_test_request
 from agent.model.handoff import Handoff, Report, render_handoff, render_report
 from agent.model.paths import DRA_CLAIMS, spec_file
-from agent.system.process import Completed, StillRunningError
+from agent.system.process import Completed, StillRunningError, host_runner
 from tests.fakes.machine import GPUS, REQUEST, Answer, Machine, hang
 from tests.fakes.mig import CAPS, MIG_REQUEST, UUIDS, mig_spec
 
@@ -177,6 +177,15 @@ def test_a_program_that_cannot_be_killed_is_the_last_one(ready: Machine) -> None
     assert first[0] == "hung"
     assert second == ("not-run", f"the test of {GPUS[0]} waits in the kernel, and cannot be killed")
     assert len(ready.calls) == 1
+
+
+@pytest.mark.processes
+def test_the_program_knows_the_arguments(ready: Machine) -> None:
+    """The real one, which here finds no driver, or not this GPU."""
+    ready.program("gpu_test", lambda argv: host_runner(argv, 60.0))
+    ends(ready, LINKED[0])
+    (found,) = results(ready)["results"]
+    assert (found["result"], found["step"]) == ("not-run", "driver"), found["message"]
 
 
 def test_gpus_without_a_test(ready: Machine) -> None:

@@ -81,6 +81,8 @@ TEXTS = {
     "gpu_health": "1 for what is known of a GPU's health (docs/conditions.md#gpushealthy).",
     "gpu_fatal_error_timestamp_seconds": "When the agent read an error in the kernel log after which pods cannot rely "
     "on the GPU. Shown until the GPU has recovered.",
+    "gpu_test_timestamp_seconds": "When the last result of gpus test for the GPU was read, by result: passed, failed "
+    "or hung. Not shown without a test since the host booted or the GPU was plugged in.",
     "driver_info": "Constant 1, with the versions of a driver's module and libraries; empty if unknown.",
     "driver_version_mismatch": "1 if the loaded module and the libraries have different versions: reload or reboot "
     "needed.",
@@ -194,6 +196,8 @@ def _of_outcome(outcome: Outcome) -> Iterator[Metric]:
     fatal = {address: fault for address, fault in facts.gpus.faults.items() if fault.verdict.fenced}
     faults = [((address, fault.reason), fault.since) for address, fault in fatal.items()]
     yield _family("gpu_fatal_error_timestamp_seconds", "gpu error", faults)
+    tests = [((address, test.result), test.at) for address, test in facts.gpus.tests.items()]
+    yield _family("gpu_test_timestamp_seconds", "gpu result", tests)
     drivers = []
     for vendor in facts.vendors:
         if vendor.driver is not None:

@@ -32,12 +32,13 @@ def pass_lock(system: System, progress: Callable[[str], None], until: float = ma
 
 
 def detach_lock(system: System, address: str) -> AbstractContextManager[None]:
-    """Hold the lock that every `gpus detach` of this GPU needs: none may undo what another one has just promised.
+    """Hold the lock that every `gpus detach` and `gpus test` of this GPU needs: none may undo what another promised.
 
     `gpus attach` does not take the lock: if it undoes a running `gpus detach`, that command notices it. Raises
     AgentError at once if another process holds the lock.
     """
-    return locked(system, detach_lock_file(address), 0, f"another `gpus detach {address}` is still running")
+    busy = f"another `gpus detach` or `gpus test` of {address} is still running"
+    return locked(system, detach_lock_file(address), 0, busy)
 
 
 @contextmanager

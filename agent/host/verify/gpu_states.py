@@ -8,14 +8,24 @@ from msgspec.structs import asdict, replace
 from agent.host.vendors import host_vendor
 from agent.model.conditions import Reason
 from agent.model.contract import Effect, GpuState, GpuStatus
-from agent.model.facts import Facts, Gpu, Placement, Remembered, RememberedGpu, Seen, VendorFacts, Verdict
+from agent.model.facts import (
+    KERNEL_LOG,
+    Facts,
+    Gpu,
+    Placement,
+    Remembered,
+    RememberedGpu,
+    Seen,
+    VendorFacts,
+    Verdict,
+)
 from agent.model.goal import MachineGoal
 from agent.model.handoff import HealthAnswer, Report
 from agent.model.text import rfc3339
 
-KERNEL_LOG, THE_GPU = "kernel log", "the GPU"
-"""Sources of Health."""
-DETACHING = "Detaching"
+THE_GPU = "the GPU"
+"""A source of Health; the others are those of GpuFault."""
+DETACHING, TESTING = "Detaching", "Testing"
 RECOVERY = "after a reset that neither reboots the host nor reloads the driver, run `unbounded-agent gpus attach {}`"
 
 
@@ -67,11 +77,15 @@ def own_answer(gpu: Gpu, facts: Facts, machine: str = "") -> HealthAnswer | None
 
 
 def has_recovered(gpu: Gpu, facts: Facts) -> bool:
-    """Return whether the GPU needed a reset or a reboot, and has said since that it needs nothing."""
+    """Return whether the GPU needed a reset or a reboot, and has said since that it needs nothing.
+
+    A GPU that computes wrongly may say so too: of what a test found, only another test knows whether it is over.
+    """
     fault, answer = facts.gpus.faults.get(gpu.pci_address), own_answer(gpu, facts)
     return bool(
         answer
         and fault
+        and fault.source == KERNEL_LOG
         and fault.verdict in (Verdict.NEEDS_RESET, Verdict.NEEDS_REBOOT)
         and answer.asked > fault.last
         and host_vendor(gpu.vendor).needs_nothing(answer)
@@ -89,7 +103,7 @@ def withheld(gpus: Iterable[str], facts: Facts) -> tuple[str, ...]:
 
 def _logged(gpu: Gpu, facts: Facts) -> Health:
     if fault := facts.gpus.faults.get(gpu.pci_address):
-        return Health(fault.verdict, fault.reason, fault.meaning, fault.since, KERNEL_LOG)
+        return Health(fault.verdict, fault.reason, fault.meaning, fault.since, fault.source)
     if gpu.why_lost:
         return Health(Verdict.NEEDS_REBOOT, str(Reason.GPU_FALLEN_OFF_BUS), gpu.why_lost, source=KERNEL_LOG)
     if not gpu.driver:
@@ -128,8 +142,9 @@ def _state(gpu: Gpu, facts: Facts, machine: str) -> GpuStatus:
     if tainted is not None:
         effect = Effect.NO_EXECUTE if tainted.evict else Effect.NO_SCHEDULE
         if state is GpuState.HEALTHY:
-            state, reason, since = GpuState.DRAINING, DETACHING, tainted.since
-            message = "an administrator ran `unbounded-agent gpus detach` for it"
+            state, reason, since = GpuState.DRAINING, TESTING if tainted.testing else DETACHING, tainted.since
+            detaching = "an administrator ran `unbounded-agent gpus detach` for it"
+            message = "`unbounded-agent gpus test` is testing it" if tainted.testing else detaching
     place = facts.gpus.placements.get(gpu.pci_address) or Placement()
     where = (effect, int(since), gpu.driver, place.numa_node, place.pcie_root)
     return GpuStatus(gpu.pci_address, gpu.vendor, state, reason, message, *where)
