@@ -1,4 +1,4 @@
-"""`unbounded-agent gpus`: lists the host's GPUs, shows who uses them, takes them out of use, resets them."""
+"""`unbounded-agent gpus`: lists the host's GPUs, shows their users, tests them, takes them out of use, resets them."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,12 @@ from agent.cli.output import document, report_problems, table
 from agent.cli.printing import confirm, say
 from agent.host import detach
 from agent.host.gpu_reset import prepare
+from agent.host.gpu_tests import TriedGpu, run_tests
 from agent.host.plan.goal import Plan
 from agent.host.reconcile import Reconciler
 from agent.host.vendors import host_vendor
 from agent.host.verify.gpu_states import LOST, gpu_state, health
+from agent.model.contract import GpuTestEnd
 from agent.model.facts import Absent, Broken, Facts, Gpu, Remembered, Unseen, Verdict
 from agent.model.paths import PCI_DEVICES
 from agent.model.text import printable, rfc3339
@@ -50,6 +52,9 @@ class Entry(Struct, frozen=True, rename="camel", kw_only=True):
     """UIDs of the pods of these processes."""
     users_known: bool
     """False if some processes could not be searched: then there may be more users."""
+    test: str = ""
+    """The result of the last test; empty if there was none."""
+    tested_at: str | None = None
 
 
 def run_lines(options: argparse.Namespace, reconciler: Reconciler) -> int:
@@ -77,6 +82,61 @@ def run_reset(options: argparse.Namespace, reconciler: Reconciler) -> int:
     ending = reset.run()
     say(ending.sentences)
     return 0 if ending.done else 1
+
+
+def run_test(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Test GPUs. Print what came of it, and return the exit code."""
+    tried = run_tests(options.addresses, options.seconds, options.force, reconciler)
+    if options.json:
+        say([document("gpus test", {"gpus": [_as_json(each) for each in tried]})])
+    else:
+        say((line for each in tried for line in _test_lines(each)) if tried else ["no running machine has a GPU"])
+    ends = {each.end for each in tried}
+    if any(end.is_bad for end in ends):
+        return 1
+    return 0 if ends == {GpuTestEnd.PASSED} else 3
+
+
+def _as_json(tried: TriedGpu) -> dict[str, object]:
+    results = [
+        {
+            **{key: value for key, value in each._asdict().items() if key not in ("gpu", "finished")},
+            "finishedAt": rfc3339(each.finished) if each.finished else None,
+        }
+        for each in tried.results
+    ]
+    known = {"address": tried.gpu.pci_address, "model": tried.gpu.model, "machine": tried.machine}
+    return {**known, "result": tried.end, "results": results, "slowerThan": tried.slower, "alone": tried.alone}
+
+
+FIGURES = {
+    "memory_tested": "{} tested",
+    "memory_bandwidth": "memory {}/s",
+    "device_to_host": "to the host {}/s",
+    "host_to_device": "from the host {}/s",
+}
+"""The figures of a test that are shown, in this order."""
+
+
+def _test_lines(tried: TriedGpu) -> Iterator[str]:
+    address, own = tried.gpu.pci_address, tried.gpu.uuid
+    for each in tried.results:
+        device = address if each.uuid in ("", own) else f"{address} {each.uuid}"
+        shown = [text.format(_bytes(each.figures[name])) for name, text in FIGURES.items() if name in each.figures]
+        took = f" ({each.figures['seconds']:.0f} s)" if "seconds" in each.figures else ""
+        said = "; ".join(filter(None, (each.step and f"step {each.step}", each.message, ", ".join(shown))))
+        yield f"{device} {each.result}{': ' if said else ''}{said}{took}"
+    for name, best in tried.slower.items():
+        has = _bytes(tried.results[0].figures.get(name, 0.0))
+        figure = FIGURES[name].format(has)
+        yield f"{address} is slower than its equals: {figure}, and the best of its model {_bytes(best)}/s"
+    if tried.alone:
+        yield f"{address} has no other GPU of its model to compare with in this test"
+
+
+def _bytes(number: float) -> str:
+    size, unit = next((each for each in ((1e12, "TB"), (1e9, "GB")) if number >= each[0]), (1e6, "MB"))
+    return f"{number / size:.{0 if number >= 10 * size else 1}f} {unit}"
 
 
 def list_gpus(options: argparse.Namespace, reconciler: Reconciler) -> int:
@@ -131,7 +191,7 @@ def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
         its_users = [each for each in held.holders if paths & set(each.paths)]
         # Numbers as `lspci -d` takes them.
         numbers = [_attribute(system, gpu, name).removeprefix("0x") for name in ("vendor", "device")]
-        known_health = health(gpu, facts)
+        known_health, tested = health(gpu, facts), facts.gpus.tests.get(address)
         pci_id = f"PCI ID {':'.join(numbers)}" if all(numbers) else ""
         yield Entry(
             address=address,
@@ -150,6 +210,8 @@ def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
             processes=len(its_users),
             pods=sorted({each.pod_uid for each in its_users if each.pod_uid}),
             users_known=not held.unseen,
+            test=tested.result if tested else "",
+            tested_at=rfc3339(tested.at) if tested else None,
         )
     remembered = planned.goal.remembered
     for each in remembered.gpus if isinstance(remembered, Remembered) else ():

@@ -33,7 +33,7 @@ FILES = (
 CODES = {
     0: "done, or nothing to do",
     1: "failed",
-    3: "status --check or --wait: a machine is not ready",
+    3: "status --check or --wait: a machine is not ready; gpus test: a GPU was not tested",
     4: "status --check or --wait: whether a machine is ready is unknown",
     130: "interrupted",
 }
@@ -54,6 +54,9 @@ DIAGNOSES = "diagnoses"
 LAST_GOOD = "last good"
 """A unit runs the command. If the configuration is invalid, the command uses the last good one: otherwise a machine
 would not start, or would get no GPUs."""
+
+LONGEST_TEST = 3600.0
+"""TEST_LIMIT of agent.model.contract, which takes longer to load than all of the help."""
 
 Argument = tuple[str, dict[str, object]]
 """One argument of a command: its name, and the other parameters of argparse's `add_argument`."""
@@ -95,6 +98,16 @@ def _seconds(option: str, default: float, minimum: float, text: str) -> Argument
         return seconds
 
     return _argument(option, text, type=parse, nargs="?", const=default, metavar="SECONDS")
+
+
+def _test_seconds(number: str) -> float:
+    try:
+        seconds = float(number)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= LONGEST_TEST:
+        raise argparse.ArgumentTypeError(f"{number!r} is not a number of seconds (0 to {LONGEST_TEST:g})")
+    return seconds
 
 
 JSON = "print JSON (docs/json.md)"
@@ -339,6 +352,24 @@ COMMANDS = {
         _flag("--yes", "do not ask; without a terminal, the command never asks"),
         examples=("sudo unbounded-agent gpus reset 0000:01:00.0 --timeout=600",),
         codes={0: "the machines have the GPUs again, or the steps are printed", 1: "refused, or failed"},
+        configuration=SAVES,
+    ),
+    "gpus test": Command(
+        "gpus:run_test",
+        "let the machines test GPUs by computing on them",
+        "Without an address: all GPUs of running machines. A GPU that fails counts as failed until a test passes.",
+        _argument("addresses", WHICH_GPU, metavar="PCI-ADDRESS", nargs="*"),
+        _argument(
+            "--seconds",
+            "how long each GPU computes at least (default: 0, which is one round; at most 3600)",
+            type=_test_seconds,
+            default=0.0,
+            metavar="SECONDS",
+        ),
+        _flag("--force", "test also GPUs that pods have, which may end their programs"),
+        JSON_FORM,
+        examples=("sudo unbounded-agent gpus test", "sudo unbounded-agent gpus test 0000:01:00.0 --seconds 600"),
+        codes={0: "all have passed", 1: "one failed or hung", 3: "none failed, but one was not tested"},
         configuration=SAVES,
     ),
     "gpus forget": Command(

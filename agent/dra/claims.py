@@ -39,7 +39,7 @@ from agent.model.json_document import (
     require_object,
     strings,
 )
-from agent.model.paths import ALLOCATABLE, DRA_DRIVER, DRA_STATE
+from agent.model.paths import ALLOCATABLE, DRA_CLAIMS, DRA_DRIVER, DRA_STATE
 from agent.model.text import json_digest, one_line
 from agent.system.api_server import ApiClient, ApiError, NotFoundError
 from agent.system.files import System
@@ -199,7 +199,7 @@ def fetch_claim(client: ApiClient, claim: ClaimReference) -> Mapping[str, Any]:
         raise
 
 
-CHECKPOINT = f"{DRA_STATE}/claims.json"
+CHECKPOINT = DRA_CLAIMS
 LOCK = f"{DRA_STATE}/lock"
 VERSION = 1
 SIZE_LIMIT = 4 << 20

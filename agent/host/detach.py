@@ -27,11 +27,12 @@ from agent.host.state.gpus import (
 from agent.host.state.locks import detach_lock, pass_lock
 from agent.host.vendors import host_vendor
 from agent.host.verify.answers import STALE_AFTER, names_handoff
-from agent.host.verify.gpu_states import THE_GPU, health
+from agent.host.verify.gpu_states import health
 from agent.model.conditions import ConditionType, Reason, Status
 from agent.model.device import as_in_sysfs
 from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import (
+    THE_GPU,
     Absent,
     Broken,
     DeviceNode,

@@ -35,10 +35,10 @@ from agent.host.state.gpus import (
 )
 from agent.host.state.locks import detach_lock, pass_lock
 from agent.host.vendors import host_vendor
-from agent.host.verify.gpu_states import KERNEL_LOG, health
+from agent.host.verify.gpu_states import health
 from agent.model.device import DeviceKind
 from agent.model.errors import AgentError, CommandError
-from agent.model.facts import Facts, Gpu, Verdict
+from agent.model.facts import KERNEL_LOG, Facts, Gpu, Verdict
 from agent.model.handoff import DRA
 from agent.vendors.host_vendor import GpuReset, Refusal
 

@@ -31,7 +31,7 @@ from agent.model.contract import (
 from agent.model.device import gives_gpus
 from agent.model.errors import CommandError, DocumentError
 from agent.model.handoff import Request
-from agent.model.json_document import parse_json
+from agent.model.json_document import get, objects, parse_json, parse_object, strings
 from agent.model.paths import ALLOCATABLE, DRA_STATUS, NODE_FILES
 from agent.model.text import counted, first_of, first_quoted, quoted, rfc3339
 from agent.system.files import UNUSABLE, System
@@ -186,6 +186,34 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
             raise DocumentError(f"{CHECKPOINT}: key {where}[{resource[:100]!a}] is not a list of strings", hint)
         registered[resource] = tuple(ids)
     return registered
+
+
+class Allocation(NamedTuple):
+    """Devices that the kubelet gave to a pod."""
+
+    pod: str
+    """The pod's uid."""
+    resource: str
+    ids: tuple[str, ...]
+
+
+def allocations(data: bytes) -> tuple[Allocation, ...]:
+    """Return what pods were given, from the kubelet's checkpoint. Raises DocumentError.
+
+    Ids are listed by NUMA node since Kubernetes 1.21, and as one list before (PodDevicesEntry in checkpoint.go). A pod
+    that has ended stays listed until the kubelet admits another one.
+    """
+
+    def allocation(where: str, item: dict[str, Any]) -> Allocation:
+        ids = item.get("DeviceIDs") or []
+        lists = ids.values() if isinstance(ids, dict) else [ids]
+        listed = [each for found in lists if isinstance(found, list) for each in found]
+        pod, resource = (get(where, item, key, str) for key in ("PodUID", "ResourceName"))
+        return Allocation(pod, resource, strings(where, {"DeviceIDs": listed}, "DeviceIDs"))
+
+    content = get(CHECKPOINT, parse_object(CHECKPOINT, data), "Data", dict)
+    # Go writes a slice without elements as null or as [].
+    return objects(CHECKPOINT, {"Data": content.get("PodDeviceEntries") or []}, "Data", allocation)
 
 
 def _not_running(vendor: MachineVendor, plugin: Plugin) -> Condition | None:

@@ -14,7 +14,14 @@ from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.device import PCI_ADDRESS
 from agent.model.errors import DocumentError
 from agent.model.json_document import HOST, TIME, Form, Seconds, parse_document, render_document
-from agent.model.paths import ALLOCATABLE_NAME, CONDITIONS_NAME, DRA_STATUS_NAME, GPU_STATES_NAME, HEALTH_NAME
+from agent.model.paths import (
+    ALLOCATABLE_NAME,
+    CONDITIONS_NAME,
+    DRA_STATUS_NAME,
+    GPU_STATES_NAME,
+    GPU_TEST_NAME,
+    HEALTH_NAME,
+)
 from agent.model.text import one_line
 
 VERSION = 1
@@ -148,6 +155,86 @@ def render_health_questions(questions: HealthQuestions) -> bytes:
 def parse_health_questions(data: bytes) -> HealthQuestions:
     """Return the questions in a document. Raises DocumentError, which names the key."""
     return parse_document(HEALTH_NAME, data, HealthQuestions, VERSION, HOST)
+
+
+# The test of GPUs: which GPUs the machine is to test now, and what came of it. Only `gpus test` asks for it.
+
+TEST_LIMIT = 3600.0
+"""The most seconds for which a caller may let one GPU compute."""
+FIRST_CONTEXT = 120.0
+"""Seconds that a test may take in addition: on a host with many GPUs, the driver takes long to initialise the first."""
+
+
+class GpuToTest(NamedTuple):
+    """A GPU, and its link as it is now: transfer rate (GT/s) and lanes, 0 if that is not known."""
+
+    pci_address: Address
+    link_speed: float = 0.0
+    link_width: int = 0
+
+
+class GpuTestRequest(NamedTuple):
+    """What the host half wants tested, one GPU after the other. Each request has another `id`."""
+
+    id: Annotated[str, Form("a word", re.compile(r"[0-9a-f]{1,64}").fullmatch)]
+    seconds: Annotated[float, Form("seconds", lambda value: 0 <= value <= TEST_LIMIT)]
+    """For how long each GPU computes at least."""
+    gpus: tuple[GpuToTest, ...]
+    force: bool = False
+    """Whether to test also GPUs that pods have."""
+
+
+class GpuTestEnd(StrEnum):
+    """How the test of a device ended, from the best to the worst."""
+
+    PASSED = "passed"
+    NOT_RUN = "not-run"
+    FAILED = "failed"
+    HUNG = "hung"
+
+    @property
+    def is_bad(self) -> bool:
+        return self in (GpuTestEnd.FAILED, GpuTestEnd.HUNG)
+
+
+class GpuTestResult(NamedTuple):
+    """The result of one device: a GPU or, if `uuid` is that of a MIG device, a part of it."""
+
+    gpu: str
+    uuid: str
+    """Empty if no device of the GPU could be tested."""
+    result: GpuTestEnd
+    step: str = ""
+    """What failed, or could not run; empty if nothing did."""
+    message: str = ""
+    figures: Mapping[str, float] = {}
+    """What was measured: bytes, bytes per second, seconds."""
+    floors: Mapping[str, float] = {}
+    """The least that a sound GPU reaches, by figure, if that is known."""
+    slow: tuple[str, ...] = ()
+    """The figures below their floors. If there are any, nothing else is wrong."""
+    finished: float = 0.0
+
+
+class GpuTestResults(NamedTuple):
+    """The results so far of the request with this `id`."""
+
+    id: str
+    done: bool
+    results: tuple[GpuTestResult, ...] = ()
+
+
+def render_test_request(request: GpuTestRequest) -> bytes:
+    return render_document(VERSION, request)
+
+
+def parse_test_request(data: bytes) -> GpuTestRequest:
+    """Return the request in a document. Raises DocumentError, which names the key."""
+    return parse_document(GPU_TEST_NAME, data, GpuTestRequest, VERSION, HOST)
+
+
+def render_test_results(results: GpuTestResults) -> bytes:
+    return render_document(VERSION, results)
 
 
 def _refuse_duplicates(what: str, items: Iterable[object]) -> None:

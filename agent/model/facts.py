@@ -111,8 +111,12 @@ class Verdict(StrEnum):
         return self.severity > Verdict.DEGRADED.severity
 
 
+KERNEL_LOG, THE_GPU, GPU_TEST = "kernel log", "the GPU", "gpus test"
+"""Sources of GpuFault."""
+
+
 class GpuFault(Struct, frozen=True, omit_defaults=True):
-    """An error of a GPU, which the driver wrote into the kernel log, or which the GPU named itself."""
+    """An error of a GPU."""
 
     reason: str
     """One word for the error, such as `Xid79`."""
@@ -123,12 +127,21 @@ class GpuFault(Struct, frozen=True, omit_defaults=True):
     verdict: Verdict
     last: float
     """When the service last read such an error. A degraded GPU counts as healthy again some time after that."""
-    own_word: bool = False
-    """The GPU named the error itself."""
+    source: str = KERNEL_LOG
+    """Who said so. What a test found, neither time nor the GPU's own word ends, but a test that passes does."""
     until_answer: bool = False
     """Any later answer of the GPU that names no error ends it."""
     vendor: str = ""
     """Set if the error is not of one GPU, but of something that all GPUs of this vendor on the host need."""
+
+
+class GpuTest(Struct, frozen=True):
+    """The last test of a GPU."""
+
+    result: str
+    """A GpuTestEnd; the worst one of the GPU's devices."""
+    at: float
+    """When the host read the result, in seconds since the epoch."""
 
 
 class Placement(Struct, frozen=True):
@@ -140,7 +153,7 @@ class Placement(Struct, frozen=True):
 
 
 class Taint(Struct, frozen=True, omit_defaults=True):
-    """A GPU that is detached or being detached. New pods must not get it."""
+    """A GPU that is detached, being detached or being tested. New pods must not get it."""
 
     evict: bool
     """Whether pods that have the GPU are evicted."""
@@ -149,6 +162,8 @@ class Taint(Struct, frozen=True, omit_defaults=True):
     """False if the GPU is only tainted so far: machines still have it."""
     draining: bool = False
     """The GPU is detached, but processes may still use it until the last of them has exited."""
+    testing: bool = False
+    """Only `gpus test` has tainted it."""
 
 
 class GpuFacts(Struct, frozen=True):
@@ -159,6 +174,7 @@ class GpuFacts(Struct, frozen=True):
     tainted: Mapping[str, Taint] = field(default_factory=dict)
     attached: Mapping[str, float] = field(default_factory=dict)
     """When an administrator last attached each GPU, in seconds since the epoch: what it said before is forgotten."""
+    tests: Mapping[str, GpuTest] = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Observed only if a machine uses Dynamic Resource Allocation."""
 

@@ -100,6 +100,10 @@ FABRIC_NAME = "fabric"
 it changes, the machine half asks the GPUs again."""
 HEALTH_NAME = "gpu-health.json"
 """A file next to the handoff: how often the machine half asks GPUs for their health, and which GPUs it must not ask."""
+GPU_TEST_NAME = "gpu-test.json"
+"""A file next to the handoff: which GPUs the machine tests now. It exists while `gpus test` waits for the results."""
+GPU_TESTS_NAME = "gpu-tests.json"
+"""A file next to the report: the results so far."""
 ALLOCATABLE_NAME = "allocatable.json"
 ALLOCATABLE = f"{MACHINE_STATE}/{ALLOCATABLE_NAME}"
 """The devices in the machine that pods may be given by claims."""
@@ -108,6 +112,7 @@ DRA_STATUS = f"{MACHINE_STATE}/{DRA_STATUS_NAME}"
 """What agent.dra offers to the cluster."""
 DRA_STATE = f"{STATE}/dra"
 """A directory in the machine, on disk: which claims agent.dra has prepared."""
+DRA_CLAIMS = f"{DRA_STATE}/claims.json"
 DRA_DRIVER = "gpu.unbounded-agent.io"
 """The name of the driver for Dynamic Resource Allocation, by which DeviceClasses select."""
 LIVE_NAME = "live.json"
@@ -243,6 +248,11 @@ def fabric_file(machine: str) -> str:
 def gpu_health_file(machine: str) -> str:
     """Return the file that makes the machine half ask GPUs for their health. It exists only if it should."""
     return f"{handoff_directory(machine)}/{HEALTH_NAME}"
+
+
+def gpu_test_file(machine: str) -> str:
+    """Return the file that makes the machine test GPUs. It exists only while `gpus test` waits for the results."""
+    return f"{handoff_directory(machine)}/{GPU_TEST_NAME}"
 
 
 def machine_files(machine: str) -> tuple[str, str, str]:

@@ -330,6 +330,8 @@ class HostVendor(Struct, frozen=True, kw_only=True):
     """If the agent cannot: the commands, in backquotes, with {address} for the GPU, that reset a detached GPU."""
     parse_kernel_message: Callable[[str], GpuError | None] = lambda text: None
     """Returns the GPU error that a line of the kernel log reports; None for any other line."""
+    has_test: bool = False
+    """Whether machines can test the vendor's GPUs."""
     judge: Callable[[HealthAnswer], OwnWord] = lambda answer: OwnWord()
     """Returns what follows from a GPU's answer. A machine may have invented it."""
     needs_nothing: Callable[[HealthAnswer], bool] = lambda answer: False

@@ -145,6 +145,10 @@ class MachineVendor(ABC):
     """Where the device plugin writes its own CDI specification, if any, whose devices pods get."""
     cdi_modes: Mapping[str, CdiMode] = {}
     """The generator's further modes, by name."""
+    test_program = ""
+    """The program in agent/machine that tests one of the vendor's devices, if any."""
+    monitors: tuple[str, ...] = ()
+    """Programs in pods that have GPUs open although no pod was given these, by their names in /proc/PID/comm."""
     markers: tuple[Marker, ...] = ()
     """The markers that the vendor's components for Kubernetes wait for."""
 

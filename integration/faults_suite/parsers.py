@@ -8,13 +8,14 @@ from typing import NoReturn
 
 from agent.config.load import load_config
 from agent.dra.claims import parse_checkpoint as parse_claims
+from agent.host.gpu_tests import parse_results
 from agent.host.observe.host import parse_listing
 from agent.host.observe.machine import parse_device_allow, parse_report
 from agent.host.state.gpus import GRANTED, REMEMBERED
 from agent.host.state.records import HANDED, MANIFEST, OWNED_FILES
 from agent.machine import containerd, containerd_tables
 from agent.machine.containerd import argument, plugin_errors
-from agent.machine.kubelet import parse_checkpoint
+from agent.machine.kubelet import allocations, parse_checkpoint
 from agent.model.contract import (
     parse_allocatable,
     parse_dra_status,
@@ -22,6 +23,7 @@ from agent.model.contract import (
     parse_health_questions,
     parse_host_status,
     parse_node_files,
+    parse_test_request,
 )
 from agent.model.device import as_in_sysfs
 from agent.model.facts import parse_live
@@ -93,6 +95,8 @@ PARSERS: dict[str, Parser] = {
     "containerd-version": _of_text(containerd_tables.parse_version),
     "dra-status": parse_dra_status,
     "gpu-states": parse_gpu_states,
+    "gpu-test-request": parse_test_request,
+    "gpu-test-results": parse_results,
     "granted": lambda data: GRANTED.parse("granted.json", data),
     "group": _of_text(parse_groups),
     "handed": lambda data: HANDED.parse("driver-roots.json", data),
@@ -101,7 +105,7 @@ PARSERS: dict[str, Parser] = {
     "kernel-log": parse_record,
     "kernel-message": _of_text(parse_kernel_message),
     "kubeconfig": lambda data: parse_kubeconfig("/etc/kubernetes/kubelet.conf", data),
-    "kubelet-checkpoint": parse_checkpoint,
+    "kubelet-checkpoint": lambda data: (parse_checkpoint(data), allocations(data)),
     "ldconfig": _of_text(parse_listing),
     "live": parse_live,
     "manifest": lambda data: MANIFEST.parse("0.json", data),

@@ -253,7 +253,7 @@ def test_only_one_command_detaches_a_gpu(site: Site) -> None:
         detach(SECOND, site.agent, FAST)
 
     site.meanwhile = [detach_both]
-    with pytest.raises(AgentError, match=f"another `gpus detach {SECOND}` or .* is still running"):
+    with pytest.raises(AgentError, match=f"another `gpus detach`, .* of {SECOND} is still running"):
         detach(SECOND, site.agent, FAST)
     assert others[0].done
 

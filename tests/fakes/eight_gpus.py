@@ -12,6 +12,7 @@ from agent.model.facts import (
     Gpu,
     GpuFacts,
     GpuFault,
+    GpuTest,
     MachineFacts,
     StagedRoot,
     UserSpace,
@@ -52,7 +53,7 @@ def facts(now: float = 1.7e9, host: int = 0, model: str = "NVIDIA H100 80GB HBM3
         vendors=(VendorFacts("nvidia", gpus, (*own, *shared), Driver(DRIVER, UserSpace(DRIVER, ()))),),
         machines=(MachineFacts(name=MACHINE, root="/", unit_state="active"),),
         staged=(root,),
-        gpus=GpuFacts(faults={ADDRESSES[7]: fault}),
+        gpus=GpuFacts(faults={ADDRESSES[7]: fault}, tests=dict.fromkeys(ADDRESSES, GpuTest("passed", now))),
         state_free=20 << 30,
     )
 

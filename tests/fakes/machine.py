@@ -246,6 +246,7 @@ class Machine(System):
         self.calls.append(argv)
         name = argv[0].rsplit("/", 1)[1] if "/" in argv[0] else argv[0]
         name = "open_nodes" if any(each.endswith("open_nodes.py") for each in argv) else name
+        name = "gpu_test" if any(each.endswith("gpu_test.py") for each in argv) else name
         name = "nvidia-smi of fabric" if any("fabric.state" in each for each in argv) else name
         name = "nvidia-smi of health" if any("help-query" in each or ".pending" in each for each in argv) else name
         assert name in self.programs, f"nobody expected {' '.join(argv)}"

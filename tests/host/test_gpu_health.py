@@ -11,12 +11,12 @@ from agent.host.detach import attach
 from agent.host.observe.machine import parse_report
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import observe_gpus, record_fault, record_lost, record_tainted
-from agent.host.verify.gpu_states import THE_GPU, health
+from agent.host.verify.gpu_states import health
 from agent.machine.run import run
 from agent.model.conditions import ConditionType, Status
 from agent.model.contract import GpuState, HealthQuestions, parse_gpu_states, parse_health_questions
 from agent.model.errors import DocumentError
-from agent.model.facts import Facts, Gpu, GpuFacts, GpuFault, Granted, MachineFacts, Verdict
+from agent.model.facts import THE_GPU, Facts, Gpu, GpuFacts, GpuFault, Granted, MachineFacts, Verdict
 from agent.model.handoff import HealthAnswer, Report, render_report
 from agent.model.paths import (
     HEALTH_NAME,
@@ -254,7 +254,7 @@ def test_a_restart_of_the_machine_does_not_end_what_the_gpu_said(agent: Reconcil
     assert judged(agent) == ("GPUBroken", GpuState.UNHEALTHY)
     report(gpu_host, ALL_OPEN)
     assert judged(agent) == ("GPUBroken", GpuState.UNHEALTHY)
-    assert observe_gpus(gpu_host).faults[SECOND].own_word
+    assert observe_gpus(gpu_host).faults[SECOND].source == THE_GPU
     said(gpu_host, {RECOVERY_ACTION: "None"}, asked=2030.0)
     assert judged(agent) == ("GPUBroken", GpuState.UNHEALTHY), "too close to the error to be sure what came first"
     said(gpu_host, {RECOVERY_ACTION: "None"}, asked=2061.0)

@@ -27,7 +27,7 @@ ROOMS: Mapping[str, Order] = {
         "verify",
         "reconcile",
         ("provision", "detach"),
-        ("joining", "allocation", "daemon", "gpu_reset"),
+        ("joining", "allocation", "daemon", "gpu_reset", "gpu_tests"),
     ),
     "machine": (
         ("notes", "vendors", "open_nodes", "gpu_test", "containerd_tables"),
@@ -35,7 +35,7 @@ ROOMS: Mapping[str, Order] = {
         ("foreign_specs", "node_condition"),
         "cdi",
         "kubelet",
-        "run",
+        ("run", "gpu_tests"),
     ),
 }
 """The order of rooms within each half."""

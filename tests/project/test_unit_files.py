@@ -42,6 +42,7 @@ EXPOSURE = {
     MODULES.name: 31,
     GPU_SETUP.name: 39,
     "unbounded-agent-gpu-again.service": 28,
+    "unbounded-agent-gpu-test.service": 21,
     DRA.name: 28,
     NODE_CONDITION.name: 24,
 }
@@ -131,7 +132,7 @@ def test_a_program_that_takes_too_much_memory_does_not_end_the_gpu_setup() -> No
 def test_units_are_valid(tmp_path: Path) -> None:
     """The agent and the node's packages are not installed here: an existing program takes the agent's place."""
     units = sorted(str(path) for path in (UNITS / "machine").glob("unbounded-agent-*"))
-    assert len(units) == 9
+    assert len(units) == 11
     for unit in (SERVICE, SOCKET, PREPARE, MODULES):
         text = unit.read_text()
         assert unit is SOCKET or "/usr/bin/unbounded-agent" in text

@@ -20,7 +20,7 @@ from agent.host.state.gpus import (
 )
 from agent.host.vendors import HOST_VENDORS
 from agent.model.errors import AgentError
-from agent.model.facts import GpuFault, Verdict
+from agent.model.facts import KERNEL_LOG, GpuFault, Verdict
 from agent.model.paths import KERNEL_LOG_READ, PCI_DEVICES
 from agent.model.text import one_line, rfc3339
 from agent.system.devices import PATH, KernelLog, open_kernel_log
@@ -204,7 +204,7 @@ class GpuErrors:
                         changed |= record_recovered(self._system, address, math.inf)
                     elif error.verdict is not Verdict.HEALTHY:
                         times = (then.since, error.verdict, then.since)
-                        ends = (False, error.until_answer, error.vendor)
+                        ends = (KERNEL_LOG, error.until_answer, error.vendor)
                         fault = GpuFault(error.reason, error.meaning, *times, *ends)
                         changed |= record_fault(self._system, address, fault)
                     changed |= error.lost and record_lost(self._system, address, error.meaning)

@@ -80,6 +80,8 @@ TEXTS = {
     "gpu_info": "Constant 1, with what is known about a GPU on the PCI bus, or about one that machines have lost.",
     "gpu_fatal_error_timestamp_seconds": "When the agent learned of an error after which pods cannot rely on the GPU. "
     "Shown until the GPU has recovered.",
+    "gpu_test_timestamp_seconds": "When the last result of gpus test for the GPU was read, by result: passed, failed "
+    "or hung. Not shown without a test since the host booted or the GPU was plugged in.",
     "driver_info": "Constant 1, with the versions of a driver's module and libraries; empty if unknown.",
     "driver_version_mismatch": "1 if the loaded module and the libraries have different versions: reload or reboot "
     "needed.",
@@ -191,6 +193,8 @@ def _of_outcome(outcome: Outcome) -> Iterator[Metric]:
     known = [(gpu.pci_address, health(gpu, facts)) for vendor in facts.vendors for gpu in vendor.gpus]
     faults = [((gpu, each.reason), each.since) for gpu, each in known if each.verdict.fenced and each.since]
     yield _family("gpu_fatal_error_timestamp_seconds", "gpu error", faults)
+    tests = [((address, test.result), test.at) for address, test in facts.gpus.tests.items()]
+    yield _family("gpu_test_timestamp_seconds", "gpu result", tests)
     drivers = []
     for vendor in facts.vendors:
         if vendor.driver is not None:

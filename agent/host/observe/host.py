@@ -370,7 +370,9 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         **asdict(observe_staged(system)),
         remembered=remembered,
         draining=notes.draining,
-        gpus=GpuFacts(notes.faults, notes.tainted, notes.attached, observe_placements(config, vendors, system)),
+        gpus=GpuFacts(
+            notes.faults, notes.tainted, notes.attached, notes.tests, observe_placements(config, vendors, system)
+        ),
         mount_sources=observe_sources(config, system),
         nspawn_sources=observe_nspawn_sources(config, system),
         problems=tuple(filter(None, problems)),

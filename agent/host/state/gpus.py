@@ -1,4 +1,4 @@
-"""Keeps what is known of single GPUs until they leave the PCI bus: detached, lost, or failed.
+"""Keeps what is known of single GPUs until they leave the PCI bus: detached, lost, failed, or tested.
 
 One file in /run has it all, so that a reboot of the host clears it: by then, other devices may be plugged in. To keep a
 GPU from machines permanently, use the configuration. The kernel log shows only the event of a loss or an error: without
@@ -14,7 +14,20 @@ from msgspec.structs import replace
 from agent.host.state.locks import locked
 from agent.host.state.records import Digested, Record, first_intact
 from agent.model.errors import AgentError
-from agent.model.facts import Absent, Broken, GpuFault, Granted, Remembered, Seen, Taint, Unseen, Verdict
+from agent.model.facts import (
+    GPU_TEST,
+    KERNEL_LOG,
+    Absent,
+    Broken,
+    GpuFault,
+    GpuTest,
+    Granted,
+    Remembered,
+    Seen,
+    Taint,
+    Unseen,
+    Verdict,
+)
 from agent.model.paths import GPUS, GPUS_LOCK, PCI_DEVICES, REMEMBERED_GPUS
 from agent.system.files import System
 from agent.system.trust import count, discard
@@ -53,6 +66,7 @@ class GpuNote(Struct, frozen=True, omit_defaults=True):
     """When an administrator last attached the GPU; 0 if nobody has since its driver was bound."""
     resetting: Resetting | None = None
     """Set only if `taint` is."""
+    test: GpuTest | None = None
 
 
 class GpuNotes(Struct, frozen=True):
@@ -86,6 +100,10 @@ class GpuNotes(Struct, frozen=True):
     @property
     def attached(self) -> Mapping[str, float]:
         return {address: note.attached for address, note in self.notes.items() if note.attached}
+
+    @property
+    def tests(self) -> Mapping[str, GpuTest]:
+        return {address: note.test for address, note in self.notes.items() if note.test}
 
     @property
     def faults(self) -> Mapping[str, GpuFault]:
@@ -124,7 +142,7 @@ def record_detached(system: System, address: str, *, draining: bool) -> bool:
 
     def detached(note: GpuNote) -> GpuNote:
         taint = note.taint or Taint(False, time.time())
-        return replace(note, taint=replace(taint, detached=True, draining=draining))
+        return replace(note, taint=replace(taint, detached=True, draining=draining, testing=False))
 
     _change(system, address, detached)
     return _device(system, address) is not None
@@ -138,7 +156,7 @@ def record_tainted(system: System, address: str, *, evict: bool) -> bool:
     """
 
     def tainted(note: GpuNote) -> GpuNote:
-        return replace(note, taint=replace(note.taint or Taint(evict, time.time()), evict=evict))
+        return replace(note, taint=replace(note.taint or Taint(evict, time.time()), evict=evict, testing=False))
 
     _change(system, address, tainted)
     return _device(system, address) is not None
@@ -152,6 +170,31 @@ def forget_detached(system: System, address: str) -> None:
 def record_resetting(system: System, address: str, resetting: Resetting) -> None:
     """Record how far the reset of a tainted or detached GPU has got."""
     _change(system, address, lambda note: replace(note, resetting=resetting if note.taint else None))
+
+
+def record_testing(system: System, address: str, *, testing: bool) -> bool:
+    """Record that no new pod may get the GPU while it is tested, or that the test is over.
+
+    A taint that somebody else made stays as it is. Return whether the GPU exists. The caller must hold the pass lock.
+    """
+
+    def changed(note: GpuNote) -> GpuNote:
+        if note.taint and not note.taint.testing:
+            return note
+        return replace(note, taint=Taint(False, time.time(), testing=True) if testing else None)
+
+    _change(system, address, changed)
+    return _device(system, address) is not None
+
+
+def record_test(system: System, address: str, passed: bool, result: str) -> None:
+    """Record the result of a test. A test that has passed ends an error that a test found."""
+
+    def tested(note: GpuNote) -> GpuNote:
+        ended = passed and note.fault is not None and note.fault.source == GPU_TEST
+        return replace(note, fault=None if ended else note.fault, test=GpuTest(result, time.time()))
+
+    _change(system, address, tested)
 
 
 def record_lost(system: System, address: str, why: str) -> bool:
@@ -188,8 +231,9 @@ def record_recovered(system: System, address: str, said: float) -> bool:
 
     def recovered(note: GpuNote) -> GpuNote:
         fault = note.fault
-        withdrawn = fault and (fault.verdict in needed or fault.until_answer) and fault.last + REPEATED < said
-        return replace(note, fault=None) if withdrawn else note
+        # A GPU that computes wrongly may say that it is healthy.
+        may_end = fault and fault.source != GPU_TEST and (fault.verdict in needed or fault.until_answer)
+        return replace(note, fault=None) if fault and may_end and fault.last + REPEATED < said else note
 
     return _change(system, address, recovered)
 
@@ -239,15 +283,16 @@ def _current(found: Seen[dict[str, GpuNote]], system: System) -> dict[str, GpuNo
         if _device(system, address) == note.device:
             if (note.fault or note.lost or note.attached) and binding(system, address) != note.binding:
                 note = replace(note, binding=None, lost="", fault=None, attached=0.0)
-            if (
-                note.fault
-                and note.fault.verdict is Verdict.DEGRADED
-                and time.time() - note.fault.last > NORMAL + REPEATED
-            ):
+            if note.fault and _is_over(note.fault):
                 note = replace(note, fault=None)
-            if note.lost or note.fault or note.taint or note.attached:
+            if note.lost or note.fault or note.taint or note.attached or note.test:
                 current[address] = note
     return current
+
+
+def _is_over(fault: GpuFault) -> bool:
+    degraded = fault.verdict is Verdict.DEGRADED and fault.source == KERNEL_LOG
+    return degraded and time.time() - fault.last > NORMAL + REPEATED
 
 
 def _device(system: System, address: str) -> int | None:

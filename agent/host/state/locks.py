@@ -32,12 +32,12 @@ def pass_lock(system: System, progress: Callable[[str], None], until: float = ma
 
 
 def detach_lock(system: System, address: str) -> AbstractContextManager[None]:
-    """Hold the lock that each `gpus detach` or `gpus reset` of this GPU needs: none may undo what another has promised.
+    """Hold the lock of `gpus detach`, `gpus reset` and `gpus test` of this GPU: none may undo what another promised.
 
     `gpus attach` takes the lock only if the GPU is being reset: if it undoes a running `gpus detach`, that command
     notices it. Raises AgentError at once if another process holds the lock.
     """
-    busy = f"another `gpus detach {address}` or `gpus reset {address}` is still running"
+    busy = f"another `gpus detach`, `gpus reset` or `gpus test` of {address} is still running"
     return locked(system, detach_lock_file(address), 0, busy)
 
 

@@ -9,6 +9,9 @@ from agent.host.vendors import host_vendor
 from agent.model.conditions import Reason
 from agent.model.contract import Effect, GpuState, GpuStatus
 from agent.model.facts import (
+    GPU_TEST,
+    KERNEL_LOG,
+    THE_GPU,
     Absent,
     Facts,
     Gpu,
@@ -25,9 +28,7 @@ from agent.model.goal import MachineGoal
 from agent.model.handoff import HealthAnswer, Report
 from agent.model.text import rfc3339
 
-KERNEL_LOG, THE_GPU = "kernel log", "the GPU"
-"""Sources of Health."""
-DETACHING = "Detaching"
+DETACHING, TESTING = "Detaching", "Testing"
 RECOVERY = "after a reset that neither reboots the host nor reloads the driver, run `unbounded-agent gpus attach {}`"
 
 
@@ -93,15 +94,13 @@ def own_fault(gpu: Gpu, facts: Facts) -> GpuFault | None:
     word = host_vendor(gpu.vendor).judge(answer)
     if not word.verdict.fenced:
         return None
-    return GpuFault(
-        word.reason, word.meaning, answer.since, word.verdict, answer.asked, own_word=True, until_answer=True
-    )
+    return GpuFault(word.reason, word.meaning, answer.since, word.verdict, answer.asked, THE_GPU, until_answer=True)
 
 
 def recovered_at(gpu: Gpu, facts: Facts) -> float:
     """Return when the GPU has withdrawn what is recorded against it; 0 if it has not."""
     fault, answer = facts.gpus.faults.get(gpu.pci_address), own_answer(gpu, facts)
-    if not fault or not answer or not answer.said or own_fault(gpu, facts):
+    if not fault or fault.source == GPU_TEST or not answer or not answer.said or own_fault(gpu, facts):
         return 0.0
     return answer.asked if fault.until_answer or host_vendor(gpu.vendor).needs_nothing(answer) else 0.0
 
@@ -119,8 +118,7 @@ def _recorded(gpu: Gpu, facts: Facts) -> Health:
     known = [Health(Verdict.HEALTHY)]
     for address, fault in facts.gpus.faults.items():
         if address == gpu.pci_address or fault.vendor == gpu.vendor:
-            source = THE_GPU if fault.own_word else KERNEL_LOG
-            known.append(Health(fault.verdict, fault.reason, fault.meaning, fault.since, source))
+            known.append(Health(fault.verdict, fault.reason, fault.meaning, fault.since, fault.source))
     if gpu.why_lost:
         known.append(Health(Verdict.NEEDS_REBOOT, str(Reason.GPU_FALLEN_OFF_BUS), gpu.why_lost, source=KERNEL_LOG))
     elif not gpu.driver:
@@ -159,8 +157,9 @@ def _state(gpu: Gpu, facts: Facts, machine: str) -> GpuStatus:
     if tainted is not None:
         effect = Effect.NO_EXECUTE if tainted.evict else Effect.NO_SCHEDULE
         if state is GpuState.HEALTHY:
-            state, reason, since = GpuState.DRAINING, DETACHING, tainted.since
-            message = "an administrator ran `unbounded-agent gpus detach` or `unbounded-agent gpus reset` for it"
+            state, reason, since = GpuState.DRAINING, TESTING if tainted.testing else DETACHING, tainted.since
+            detaching = "an administrator ran `unbounded-agent gpus detach` or `unbounded-agent gpus reset` for it"
+            message = "`unbounded-agent gpus test` is testing it" if tainted.testing else detaching
     place = facts.gpus.placements.get(gpu.pci_address) or Placement()
     where = (effect, int(since), gpu.driver, place.numa_node, place.pcie_root)
     return GpuStatus(gpu.pci_address, gpu.vendor, state, reason, message, *where)

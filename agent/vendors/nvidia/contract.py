@@ -71,6 +71,16 @@ SPEC_KIND = "k8s.device-plugin.nvidia.com/gpu"
 SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"
 """The plugin writes this file at its start if its device list strategy is `cdi-...` (CreateSpecFile in
 internal/cdi/cdi.go)."""
+MONITORS = (
+    "nvidia-device-p",
+    "dcgm-exporter",
+    "nv-hostengine",
+    "gpu-feature-dis",
+    "nvidia-mig-mana",
+    "gpu-kubelet-plu",
+)
+"""The device plugin, the exporter and DCGM's daemon, GPU Feature Discovery, the MIG manager, and NVIDIA's own driver
+for Dynamic Resource Allocation: they open all GPUs. The kernel keeps 15 characters of a name (proc_pid_comm(5))."""
 UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 IDENTITY = re.compile(f"((?:GPU|MIG)-{UUID}|MIG-GPU-{UUID}/[0-9]+/[0-9]+)(?:(?:::|-)[0-9]+)?")
 """A UUID as NVML writes it (for MIG before R470: MIG-GPU-UUID/1/0). A number may follow, because several containers can

@@ -316,6 +316,7 @@ NVIDIA = HostVendor(
     node_labels=node_labels,
     release_advice=release_advice,
     parse_kernel_message=parse_kernel_message,
+    has_test=True,
     judge=judge,
     needs_nothing=needs_nothing,
     reset=GPU_RESET,

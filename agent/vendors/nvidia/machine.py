@@ -177,6 +177,8 @@ class NvidiaMachine(MachineVendor):
     kernel_paths = ("/sys/module/nvidia", "/proc/driver/nvidia")
     plugin_spec = contract.SPEC
     cdi_modes = nvidia_ctk.MODES
+    test_program = "gpu_test.py"
+    monitors = contract.MONITORS
     markers = contract.MARKERS
 
     generate = staticmethod(nvidia_ctk.generate)
