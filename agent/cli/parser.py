@@ -33,7 +33,7 @@ FILES = (
 CODES = {
     0: "done, or nothing to do",
     1: "failed",
-    3: "status --check or --wait: a machine is not ready; gpus test: a GPU was not tested",
+    3: "a machine is not ready (status --check, --wait), a GPU not tested",
     4: "status --check or --wait: whether a machine is ready is unknown",
     130: "interrupted",
 }

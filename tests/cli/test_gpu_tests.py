@@ -358,7 +358,7 @@ def test_what_a_machine_says_is_one_line_that_names_it() -> None:
 def test_a_second_test_or_a_detach_of_the_same_gpu_is_refused(site: Site) -> None:
     def second() -> None:
         for work in (lambda: ends(site, SECOND), lambda: detach(SECOND, site.agent, FAST)):
-            with pytest.raises(AgentError, match=f"another `gpus detach` or `gpus test` of {SECOND} is still running"):
+            with pytest.raises(AgentError, match=f"or `gpus test` of {SECOND} is still running"):
                 work()
         says(site, result())()
 

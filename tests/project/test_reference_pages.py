@@ -18,7 +18,7 @@ from tests.fakes import eight_gpus
 from tests.project.configuration_reference import TABLES
 from tests.project.reference_pages import DOCS, PAGES, metrics, name, page
 
-SERIES_LIMIT = 150
+SERIES_LIMIT = 160
 """Series of a host with eight GPUs and one machine. A fleet's Prometheus keeps each of them in memory."""
 
 
