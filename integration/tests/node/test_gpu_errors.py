@@ -74,7 +74,9 @@ def test_a_gpu_that_asks_for_a_reset_is_reset(ready: Bed) -> None:
     ready.run("sh", "-c", "printf '[gpu_health]\\ninterval = 60\\n' >/etc/unbounded-agent/config.d/60-health.toml")
     for minor in range(8):
         say(ready, minor, "persistence 1")
-    ready.run("systemctl", "restart", "nvidia-persistenced.service")
+    # For a new handoff, the machine asks which GPUs are in persistence mode.
+    for what in ("detach", "attach"):
+        ready.agent("gpus", what, THIRD)
     say(ready, 1, "recovery_action 1")
     pass_until(ready, lambda: ready.last_conditions()["GPUsHealthy"]["status"] == "False", 900)
     found = ready.conditions()
