@@ -342,7 +342,7 @@ COMMANDS = {
         "goes on; `gpus attach` ends it.",
         _argument("addresses", f"{WHICH_GPU}; GPUs that must be reset together", metavar="PCI-ADDRESS", nargs="+"),
         _flag("--dry-run", "only print the steps"),
-        _flag("--evict", "evict the pods that have the GPU; needs DRA"),
+        _flag("--evict", "end the pods that have the GPU; needs DRA; disruption budgets do not keep pods with claims"),
         _seconds(
             "--timeout",
             600.0,

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from msgspec import Struct, field
 
-from agent.host.apply.steps import write_file
+from agent.host.apply.steps import publish_documents, write_file
 from agent.host.plan.goal import Plan, remembered_files
 from agent.host.plan.nspawn import node_by_number
 from agent.host.reconcile import Outcome, Reconciler
@@ -46,7 +46,7 @@ from agent.model.facts import (
 )
 from agent.model.goal import WriteFile
 from agent.model.handoff import DRA, Report
-from agent.model.paths import WAKE, granted_file, handoff_file
+from agent.model.paths import WAKE, gpu_test_file, granted_file, handoff_file
 from agent.model.text import restart_command
 from agent.system.files import System
 from agent.system.processes import Held, find_holders
@@ -454,13 +454,25 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     remarks: tuple[str, ...] = ()
     if resetting := observe_gpus(system).resetting.get(address):
         with detach_lock(system, address):
+            tool = host_vendor(gpu.vendor).reset
+            held = users(system, gpu_nodes(facts, address)).holders
+            if tool and any(each.command == tool.program and not each.machine for each in held):
+                raise AgentError(f"{address} is still being reset", f"wait until {tool.program} has ended")
             remarks = restore(gpu, resetting, system)
     # The administrator knows that the GPU works again.
     with pass_lock(system, reconciler.progress):
         shared = [each for each, fault in facts.gpus.faults.items() if fault.vendor == gpu.vendor]
         forgotten = [forget_fault(system, each) for each in (address, *shared)]
         had_error = any(forgotten) or health(gpu, facts).source == THE_GPU
-    recovered = (f"{address} counts as healthy again: its last fatal error is forgotten",) if had_error else ()
+    recovered: tuple[str, ...] = ()
+    if had_error:
+        also = (f"so is the error of {each}, which concerned all GPUs of {gpu.vendor}" for each in shared)
+        recovered = (f"{address} counts as healthy again: its last fatal error is forgotten", *also)
+    tainted = facts.gpus.tainted.get(address)
+    if tainted and tainted.testing:
+        # A killed `gpus test` has left its request: a machine may still be working on it.
+        for failure in publish_documents(system, gpu_test_file, {}, [each.name for each in facts.machines]):
+            reconciler.progress(failure)
     if gpu.detached or address in facts.gpus.tainted:
         machines = granted_to(address, facts, planned, reconciler.config.machines)
         removal = Removal(gpu, machines, reconciler, timing, remarks=[*remarks])

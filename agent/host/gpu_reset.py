@@ -292,9 +292,24 @@ class Reset(Struct):
             for address in self.addresses:
                 forget_fault(system, address, self._recorded(address).done)
                 forget_detached(system, address)
+            self._forget_shared()
         giving = Removal(first.gpu, tuple(self.machines), self.reconciler, first.timing, remarks=failed)
         outcome = giving.passes(f"get {self.names} back", giving.not_reported)
         have = [each.name for each in outcome.machines if not set(self.addresses).isdisjoint(each.gpus)]
         what = f"was given back to {', '.join(have)}" if have else "belongs to no machine now"
-        sentence = f"{self.names} was reset, works, and {what}"
-        return Ending(not giving.remarks, (sentence, *giving.remarks, *self.remarks))
+        present = {gpu.pci_address: gpu for vendor in outcome.facts.vendors for gpu in vendor.gpus}
+        known = [(each, health(present[each], outcome.facts)) for each in self.addresses if each in present]
+        bad = [
+            f"{each} still {found.verdict.in_words}: {found.message}" for each, found in known if found.verdict.fenced
+        ]
+        sentence = f"{self.names} was reset, {'' if bad else 'works, '}and {what}"
+        return Ending(not (giving.remarks or bad), (sentence, *bad, *giving.remarks, *self.remarks))
+
+    def _forget_shared(self) -> None:
+        """Forget what concerned all GPUs of the vendor, such as an NVSwitch's error, if all of them were reset."""
+        vendor = self.removals[0].gpu.vendor
+        every = {gpu.pci_address for each in self.facts.vendors for gpu in each.gpus if gpu.vendor == vendor}
+        if every <= set(self.addresses):
+            for address, fault in self.facts.gpus.faults.items():
+                if fault.vendor == vendor:
+                    forget_fault(self.reconciler.system, address)

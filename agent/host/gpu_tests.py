@@ -47,6 +47,8 @@ BEGIN = 60.0
 """Seconds in which a machine must begin."""
 MARGIN = 90.0
 """Seconds in addition to a test's own limit: the machine looks for pods that have the GPU, and kills a program."""
+DEVICES = 8
+"""More than the MIG devices that one GPU can have, which are seven."""
 EQUAL = 0.9
 """The share of the best figure of its model below which a GPU is slower than its equals."""
 COMPARED = ("memory_bandwidth", "device_to_host", "host_to_device")
@@ -80,8 +82,8 @@ def run_tests(
 ) -> tuple[TriedGpu, ...]:
     """Test the GPUs with these addresses or UUIDs; without any, all that running machines have.
 
-    New pods do not get the GPUs meanwhile. If this process is killed, that lasts until the next test or `gpus attach`.
-    Raises ConfigError for an unknown address, or another AgentError.
+    New pods do not get the GPUs meanwhile, if the machine uses Dynamic Resource Allocation. If this process is killed,
+    that lasts until the next test or `gpus attach`. Raises ConfigError for an unknown address, or another AgentError.
     """
     facts = reconciler.preview()[0]
     named = [find_gpu(word, facts) for word in words] or [
@@ -97,7 +99,9 @@ def run_tests(
         problems = {gpu.pci_address: why for gpu in gpus if (why := _problem(gpu, facts, force))}
         places = {gpu.pci_address: _machines(gpu, facts)[0] for gpu in gpus if gpu.pci_address not in problems}
         request = GpuTestRequest(secrets.token_hex(8), seconds, (), force)
-        tests = _Tests(reconciler, timing, request, places, problems, {gpu.pci_address: gpu.uuid for gpu in gpus})
+        uuids = {gpu.pci_address: gpu.uuid for gpu in gpus}
+        shared = frozenset(gpu.pci_address for gpu in gpus if len(_machines(gpu, facts)) > 1)
+        tests = _Tests(reconciler, timing, request, places, problems, uuids, shared)
         if places:
             try:
                 tests.run()
@@ -107,8 +111,8 @@ def run_tests(
 
 
 def _machines(gpu: Gpu, facts: Facts) -> tuple[str, ...]:
-    """Return the running machines that have the GPU."""
-    running = (each for each in facts.machines if each.unit_state == "active")
+    """Return the machines that have the GPU and may run."""
+    running = (each for each in facts.machines if each.may_run)
     return tuple(each.name for each in running if gpu.pci_address in each.kept_gpus)
 
 
@@ -155,6 +159,8 @@ class _Tests(Struct):
     """Why GPUs were not tested, or machines no longer test, by address or name."""
     uuids: Mapping[str, str]
     """Of whole GPUs, by address."""
+    shared: frozenset[str]
+    """GPUs that several machines have. No machine's word may cost, or give, another machine a GPU."""
     results: dict[tuple[str, str], GpuTestResult] = field(default_factory=dict)
     """By address and UUID."""
     began: set[str] = field(default_factory=set)
@@ -208,6 +214,9 @@ class _Tests(Struct):
             pairs = {(each.gpu, each.uuid): each for each in said.results if self.places.get(each.gpu) == name}
             # What was read once stays: the machine's service may have been killed since.
             new = {pair: each for pair, each in pairs.items() if pair not in self.results}
+            if len(self.results) + len(new) > DEVICES * len(self.places):
+                self.problems[name] = f"machine {name} names more devices than its GPUs can have"
+                return
             self.results |= new
             if new or name not in self.began:
                 self.began.add(name)
@@ -228,15 +237,31 @@ class _Tests(Struct):
         for failure in publish_documents(system, gpu_test_file, {}, self._machines):
             progress(failure)
         # Recorded before the taint ends: no pod may get a GPU that has failed.
-        for address in self.places:
-            _record(system, address, self._results(address))
-        with pass_lock(system, progress):
-            for address in self.places:
-                record_testing(system, address, testing=False)
+        recorded = [address for address in self.places if self._recorded(address)]
+        try:
+            with pass_lock(system, progress):
+                for address in recorded:
+                    record_testing(system, address, testing=False)
+        except (AgentError, OSError) as error:
+            progress(f"{', '.join(recorded)} stay withheld from new pods until the next test or `gpus attach`: {error}")
         try:
             self.reconciler.reconcile()
         except (AgentError, OSError) as error:
             progress(f"the next pass gives the GPUs back to pods: {error}")
+
+    def _recorded(self, address: str) -> bool:
+        """Record the result of a GPU, and return whether that worked."""
+        if address in self.shared:
+            return True
+        try:
+            _record(self.reconciler.system, address, self._results(address), judged=not self.request.force)
+        except (AgentError, OSError) as error:
+            self.reconciler.progress(
+                f"cannot record the result of {address}, so it stays withheld from new pods until the next test or "
+                f"`gpus attach`: {error}"
+            )
+            return False
+        return True
 
     def tried(self, gpu: Gpu) -> TriedGpu:
         return TriedGpu(gpu, self.places.get(gpu.pci_address, ""), self._results(gpu.pci_address))
@@ -252,20 +277,26 @@ class _Tests(Struct):
         return (*results, GpuTestResult(address, "", GpuTestEnd.NOT_RUN, message=why))
 
 
-def _record(system: System, address: str, results: Iterable[GpuTestResult]) -> None:
-    """Record the worst result, and a fault if there is one. To be not tested says nothing."""
+def _record(system: System, address: str, results: Iterable[GpuTestResult], *, judged: bool) -> None:
+    """Record the worst result, and a fault if there is one. To be not tested says nothing.
+
+    If not `judged`, other programs may have used the GPU: then it may be slow.
+    """
     worst = max(results, key=lambda each: (list(GpuTestEnd).index(each.result), not each.slow))
     if worst.result is GpuTestEnd.NOT_RUN:
         return
     record_test(system, address, worst.result is GpuTestEnd.PASSED, worst.result)
     again, now = f"`unbounded-agent gpus test {address}`", time.time()
     if worst.result is GpuTestEnd.FAILED and worst.slow:
+        if not judged:
+            return
         meaning = f"its test was too slow ({', '.join(worst.slow)}); look at its link and its cooling, then run {again}"
         record_fault(system, address, GpuFault(SLOW, meaning, now, Verdict.DEGRADED, now, GPU_TEST))
     elif worst.result.is_bad:
         step = f" (step: {worst.step})" if worst.step else ""
         what = "did not end" if worst.result is GpuTestEnd.HUNG else f"failed{step}"
-        meaning = f"its test {what}; reset it, then run {again}: if it fails again, replace the GPU"
+        reset = f"`unbounded-agent gpus reset {address}`"
+        meaning = f"its test {what}; run {reset}, then {again}: if it fails again, replace the GPU"
         record_fault(system, address, GpuFault(FAILED, meaning, now, Verdict.NEEDS_RESET, now, GPU_TEST))
 
 

@@ -7,6 +7,7 @@ import io
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -343,7 +344,7 @@ def test_persistence_mode_that_stays_off_is_told(site: Site, smi: Smi, capsys: C
     ("verdict", "refused"), [(each, each in (Verdict.NEEDS_REBOOT, Verdict.BROKEN)) for each in Verdict]
 )
 def test_a_gpu_that_a_reset_does_not_help_is_refused(site: Site, smi: Smi, verdict: Verdict, refused: bool) -> None:
-    record_fault(site.host, FIRST, GpuFault("Xid1", "simulated", 1.0, verdict, 4e9))
+    record_fault(site.host, FIRST, GpuFault("Xid1", "simulated", 1.0, verdict, time.time()))
     with pytest.raises(AgentError, match="so a reset does not help: simulated") if refused else nullcontext():
         assert command(site.agent, f"gpus reset {FIRST}") == 0
     assert bool(smi.calls) is not refused

@@ -5,6 +5,7 @@ GPU from machines permanently, use the configuration. The kernel log shows only 
 the record, the service would not know of it after a restart.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -209,16 +210,22 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
 
     def failed(note: GpuNote) -> GpuNote:
         before = note.fault
-        if before is None or fault.verdict.severity > before.verdict.severity:
+        if before is None or _weight(fault) > _weight(before):
             return replace(note, fault=fault, binding=bound)
         # If only the meaning of the error is new, it counts: a reset may be enough now, in place of a reboot.
         if before.reason == fault.reason and before.meaning != fault.meaning:
             since = before.since if before.verdict is fault.verdict else fault.since
             return replace(note, fault=replace(fault, since=since))
-        again = fault.last - before.last >= REPEATED
+        done = note.resetting.done if note.resetting else math.inf
+        again = fault.last - before.last >= REPEATED or before.last <= done < fault.last
         return replace(note, fault=replace(before, last=fault.last)) if again else note
 
     return _change(system, address, failed)
+
+
+def _weight(fault: GpuFault) -> tuple[int, bool, bool]:
+    """Of equally bad errors, the one counts that is harder to end."""
+    return fault.verdict.severity, fault.source == GPU_TEST, not fault.until_answer
 
 
 def record_recovered(system: System, address: str, said: float) -> bool:
@@ -241,13 +248,14 @@ def record_recovered(system: System, address: str, said: float) -> bool:
 def forget_fault(system: System, address: str, until: float | None = None) -> bool:
     """Forget the GPU's worst error, and what it has said of itself. Return whether there was an error.
 
-    `until` is the time from which on errors count; now by default.
+    `until` is when the GPU was reset: what came later stays, and what a test found, until a test passes.
     """
     had_error, bound, end = False, binding(system, address), time.time() if until is None else until
 
     def forgotten(note: GpuNote) -> GpuNote:
         nonlocal had_error
-        fault = note.fault if note.fault and note.fault.last > end else None
+        kept = note.fault and (note.fault.last > end or (until is not None and note.fault.source == GPU_TEST))
+        fault = note.fault if kept else None
         had_error = note.fault is not fault
         return replace(note, fault=fault, attached=end, binding=bound)
 
