@@ -21,7 +21,7 @@ from agent.host.state.gpus import Resetting as Progress
 from agent.host.state.locks import detach_lock
 from agent.model.contract import Effect, parse_gpu_states
 from agent.model.errors import AgentError, ConfigError
-from agent.model.facts import GpuFault, Verdict
+from agent.model.facts import GPU_TEST, GpuFault, Verdict
 from agent.model.paths import gpu_states_file
 from agent.system.process import Completed, TimeLimitError
 from tests.fakes.clock import Clock
@@ -398,3 +398,24 @@ def test_pods_are_evicted_only_on_request(tmp_path: Path, clock: Clock, capsys: 
     assert "and evict the pods that have it" in capsys.readouterr().out
     assert effects == [Effect.NO_SCHEDULE, Effect.NO_EXECUTE]
     assert is_as_before(site, smi)
+
+
+def test_a_reset_alone_does_not_end_what_a_test_found(site: Site, smi: Smi, capsys: Capture) -> None:
+    found = GpuFault("TestFailed", "its test failed", 1.0, Verdict.NEEDS_RESET, 1.0, GPU_TEST)
+    assert record_fault(site.host, SECOND, found)
+    assert command(site.agent, f"gpus reset {SECOND}") == 1
+    shown = capsys.readouterr().out
+    assert f"{SECOND} still needs a reset: its test failed" in shown
+    assert "was reset, works" not in shown
+    assert site.granted() == (FIRST, SECOND)
+
+
+def test_a_reset_of_all_gpus_ends_an_error_that_concerned_all(site: Site, smi: Smi) -> None:
+    switch = "0000:05:00.0"
+    site.host.symlink(f"/sys/bus/pci/devices/{switch}", f"../../../devices/pci0000:00/{switch}")
+    fault = GpuFault("SXid20034", "simulated", 1.0, Verdict.NEEDS_RESET, 1.0, vendor="nvidia")
+    assert record_fault(site.host, switch, fault)
+    assert command(site.agent, f"gpus reset {SECOND}") == 1
+    assert notes(site).faults
+    assert command(site.agent, f"gpus reset {FIRST} {SECOND}") == 0
+    assert not notes(site).faults

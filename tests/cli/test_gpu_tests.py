@@ -232,8 +232,10 @@ def test_the_next_test_ends_the_taint_of_one_that_was_killed(site: Site) -> None
     ends(site, SECOND)
     assert observe_gpus(site.host).tainted == {}
     assert record_testing(site.host, SECOND, testing=True)
+    site.host.write(REQUEST, b"{}")
     attach(SECOND, site.agent, FAST)
     assert observe_gpus(site.host).tainted == {}
+    assert not site.host.exists(REQUEST), "the machine would go on with the test"
 
 
 def test_the_taint_of_a_detach_stays(site: Site) -> None:
@@ -374,3 +376,26 @@ def test_seconds_are_limited(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             parser.parse_args(["gpus", "test", "--seconds", wrong])
     assert PCI_DEVICES not in capsys.readouterr().out
+
+
+def test_an_earlier_error_does_not_hide_that_a_test_failed(site: Site) -> None:
+    """The GPU's own word could end the earlier one, and with it what the test found."""
+    assert record_fault(site.host, SECOND, GpuFault("Xid48", "simulated", 1e9, Verdict.NEEDS_RESET, 1e9))
+    site.meanwhile = [lambda: None, says(site, result(end=FAILED))]
+    ends(site, SECOND)
+    assert judged(site) == RESET
+
+
+def test_a_machine_that_names_ever_more_devices_is_not_waited_for(site: Site) -> None:
+    many = [result(uuid=f"MIG-{number}") for number in range(20)]
+    site.meanwhile = [lambda: None, says(site, *many, done=False)]
+    (tried,) = run_tests([SECOND], 5.0, False, site.agent, FAST)
+    assert tried.end is GpuTestEnd.NOT_RUN
+    assert f"machine {MACHINE} names more devices than its GPUs can have" in tried.results[0].message
+
+
+def test_slow_under_force_is_no_verdict(site: Site) -> None:
+    """A pod may have used the GPU meanwhile."""
+    site.meanwhile = [lambda: None, says(site, result(end=FAILED, slow=("memory_bandwidth",)))]
+    assert ends(site, SECOND, force=True) == [(SECOND, FAILED)]
+    assert judged(site)[0] is Verdict.HEALTHY
