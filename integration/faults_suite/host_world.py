@@ -29,7 +29,7 @@ from agent.model.paths import (
 from integration.faults_suite.host_devices import HostDevices
 from integration.faults_suite.host_services import Bus, Runner, ScenarioHost
 from integration.faults_suite.interception import Watch
-from integration.faults_suite.trees import numbered, snapshot, unordered
+from integration.faults_suite.trees import NEW, numbered, snapshot, unordered
 from tests.fakes.gpu_host import MACHINE, UNITS, units
 from tests.fakes.reports import IN_MACHINE
 
@@ -275,8 +275,9 @@ class HostWorld(HostDevices):
         for path in [*found]:
             # Leave out two things that may differ. The copies of the settings that the machine started with differ if a
             # start was killed. The record of handed driver roots begins only with a start of the machine; until it
-            # exists, no driver root is removed.
-            if "/started." in path or path == handed_roots_file(MACHINE):
+            # exists, no driver root is removed. What a killed start left of it, the next start replaces.
+            directory, _, record = handed_roots_file(MACHINE).rpartition("/")
+            if "/started." in path or path in (f"{directory}/{record}", f"{directory}/.{record}{NEW}"):
                 del found[path]
         if (live := live_file(MACHINE)) in found:
             found[live] = unordered(found[live])
