@@ -89,3 +89,15 @@ def test_a_gpu_that_asks_for_a_reset_is_reset(ready: Bed) -> None:
     assert f"{SECOND} was reset, works, and was given back to" in printed
     pass_until(ready, lambda: ready.last_conditions()["GPUsHealthy"]["status"] == "True")
     assert ready.wait_ready()["Ready"]["reason"] == "AllConditionsTrue"
+
+
+def test_a_gpu_test_runs_in_the_machine_and_judges_nothing_that_it_could_not_try(ready: Bed) -> None:
+    """The machine's service runs the driver's own libcuda, which finds that no real GPU is there."""
+    done = ready.agent("gpus", "test", FIRST, "--json", timeout=600, check=False)
+    (tried,) = json.loads(done.stdout)["gpus"]
+    assert (done.status, tried["address"], tried["result"]) == (3, FIRST, "not-run")
+    (result,) = tried["results"]
+    assert (result["step"], result["uuid"][:4]) == ("driver", "GPU-")
+    assert "cuInit: CUDA_ERROR_" in result["message"]
+    assert ready.wait_ready()["GPUsHealthy"]["reason"] == "Healthy"
+    assert "gpu-test" not in ready.node.shell("ls /run/unbounded-agent/handoff").stdout
