@@ -1,6 +1,7 @@
 """`gpus test`: whole passes over a simulated host, and a machine that answers whenever somebody waits for it."""
 
 import json
+import math
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from agent.cli.gpus import list_gpus, run_test
 from agent.cli.parser import LONGEST_TEST, make_parser
 from agent.host.detach import attach, detach
 from agent.host.gpu_tests import parse_results, run_tests
-from agent.host.state.gpus import observe_gpus, record_fault, record_tainted, record_testing
+from agent.host.state.gpus import observe_gpus, record_fault, record_recovered, record_tainted, record_testing
 from agent.host.verify.gpu_states import health, recovered_at
 from agent.machine import gpu_tests
 from agent.machine.run import run
@@ -189,6 +190,7 @@ def test_a_verdict_of_a_test_lasts_until_a_test_passes_or_somebody_attaches_the_
     (machine,) = facts(site).machines
     report = Report("", (), health=(answer,))
     assert not recovered_at(gpu, replace(facts(site), machines=(replace(machine, report=report),)))
+    assert not record_recovered(site.host, SECOND, math.inf), "nor does the driver's, in the kernel log"
     now = time.time()
     monkeypatch.setattr("time.time", lambda: now + 3600.0)
     assert judged(site) == verdict
