@@ -6,7 +6,7 @@ import functools
 import pkgutil
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from types import MappingProxyType
 
 from msgspec import Struct
@@ -18,7 +18,6 @@ from agent.model.facts import (
     DeviceNode,
     DrmDevice,
     Gpu,
-    GpuFault,
     IncompletePartition,
     PciDevice,
     Seen,
@@ -87,10 +86,13 @@ def observe_gpus(
     system: System,
     pci: Seen[tuple[PciDevice, ...]],
     lost: Mapping[str, str] = MappingProxyType({}),
-    faults: Mapping[str, GpuFault] = MappingProxyType({}),
+    why_unbound: Callable[[PciDevice], str] = lambda device: "",
     detached: Set[str] = frozenset(),
 ) -> GpuList:
-    """Return the GPUs on the PCI bus; if the bus could not be listed, the GPUs that the driver lists."""
+    """Return the GPUs on the PCI bus; if the bus could not be listed, the GPUs that the driver lists.
+
+    `why_unbound` is as in Sources.
+    """
     known: dict[str, Information] = {}
     names = read_seen(system.entries, GPUS)
     unseen = [names.why] if isinstance(names, Broken | Unseen) else []
@@ -118,9 +120,10 @@ def observe_gpus(
         each = known.get(address, Information())
         modules = None if device.driver in ("", KERNEL_DRIVER) else _modules(system, device.driver)
         why_lost, is_detached = lost.get(address, ""), address in detached
-        why_unbound = faults[address].meaning if address in faults and not device.driver else ""
         states = (why_lost, is_detached, each.excluded, device.override, device.virtual, device.integrated, modules)
-        gpus.append(Gpu(address, "nvidia", device.driver, each.model, each.uuid, each.minor, *states, why_unbound))
+        gpus.append(
+            Gpu(address, "nvidia", device.driver, each.model, each.uuid, each.minor, *states, why_unbound(device))
+        )
     excluded = sorted(address for address, each in known.items() if each.excluded)
     problems += [f"GPU {address} is excluded by a parameter of the kernel module nvidia" for address in excluded]
     return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))

@@ -46,7 +46,7 @@ from agent.vendors.nvidia.user_space import driver_for_pods, observe_user_space
 def observe_nvidia(sources: Sources) -> VendorFacts:
     """Return all facts about NVIDIA. What cannot be observed is Unseen; `problems` says what must not be used."""
     module = observe_module(sources.system)
-    listed = observe_gpus(sources.system, sources.pci, sources.lost, sources.faults, sources.detached)
+    listed = observe_gpus(sources.system, sources.pci, sources.lost, sources.why_unbound, sources.detached)
     nodes, problems, incomplete = observe_devices(sources, listed)
     user_space = observe_user_space(sources, module if isinstance(module, str) else "")
     return VendorFacts(
