@@ -4,7 +4,6 @@ import logging
 import math
 import select
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from msgspec import Struct
@@ -63,7 +62,7 @@ class GpuErrors:
         """The last error of each GPU, and when it was read, by PCI address."""
         self._system, self._counted, self._open = system, counted, open_log
         self._unrecorded: dict[GpuError, _Unrecorded] = {}
-        """Errors that are not yet recorded in the host half's state, the oldest first."""
+        """Errors that are not yet recorded in the host half's state, in the order in which each came last."""
         self._log: KernelLog | None = None
         self._position, self._unsaved = LOG_POSITION.read(KERNEL_LOG_READ, system), False
         """The position that was last saved, or was to be saved. If it could not be written, `_unsaved` is True."""
@@ -146,9 +145,14 @@ class GpuErrors:
             self._sequence = self._log.sequence
         if self._log.overruns > overruns:
             log.warning("%s: records were overwritten before they were read; GPU errors may have been missed", PATH)
-        # If many log records have the same error, check and log the error once.
+        # If many log records have the same error, check and log the error once, at its last place: an error that comes
+        # again after the GPU has recovered counts.
         found = (vendor.parse_kernel_message(text) for text in texts for vendor in HOST_VENDORS)
-        for each, count in Counter(each for each in found if each).items():
+        counts = dict[GpuError, int]()
+        for each in found:
+            if each:
+                counts[each] = counts.pop(each, 0) + 1
+        for each, count in counts.items():
             if not first or self._explains(each):
                 self._handle(each, count, behind)
 
@@ -183,7 +187,7 @@ class GpuErrors:
         except OSError as problem:
             log.error("cannot record the fault of GPU %s: %s", address, one_line(str(problem)))
         else:
-            self._unrecorded.setdefault(error, _Unrecorded(bound, time.time()))
+            self._unrecorded[error] = self._unrecorded.pop(error, _Unrecorded(bound, time.time()))
 
     def _record(self) -> bool:
         """Record the noted errors in the host half's state, and return whether this state changed.

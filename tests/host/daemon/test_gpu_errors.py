@@ -33,6 +33,10 @@ OFF_THE_BUS = "NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', name=<unknown>, 
 PAGE_FAULT = "NVRM: Xid (PCI:0000:02:00): 31, pid=79749, name=exe, Ch 0000000a, intr 00000000. MMU Fault"
 
 
+DOUBLE_BIT = "NVRM: Xid (PCI:0000:02:00): 48, pid=1, name=x"
+RECOVERED = "NVRM: Xid (PCI:0000:02:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
+
+
 class Log:
     """A simulated /dev/kmsg: each datagram is one record, like each read(2) of the real one."""
 
@@ -508,3 +512,15 @@ def test_only_machines_that_have_the_gpu_lose_it() -> None:
     for gpu, status in zip(lost.gpus, (Status.FALSE, Status.TRUE), strict=True):
         found = nvidia_conditions(lost, grant_nvidia(lost, MachineSettings(), DriverRoots(()), (gpu,)))
         assert {each.status for each in found if each.type is ConditionType.DEVICES_PRESENT} == {status}
+
+
+@pytest.mark.parametrize(("last", "failed"), [(DOUBLE_BIT, True), (RECOVERED, False)])
+def test_the_order_in_one_read_decides_whether_a_gpu_has_recovered(site: Site, last: str, failed: bool) -> None:
+    """Equal lines are handled once: at the place of the last one, or an error after the recovery would be lost."""
+    site.first_run()
+    follower = site.start()
+    for text in (DOUBLE_BIT, RECOVERED, last):
+        site.log.write(text)
+    follower.needs_pass()
+    assert (SECOND in observe_gpus(site.host).faults) is failed
+    follower.close()
