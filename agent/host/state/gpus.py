@@ -212,8 +212,10 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
         before = note.fault
         if before is None or _weight(fault) > _weight(before):
             return replace(note, fault=fault, binding=bound)
-        # If only the meaning of the error is new, it counts: a reset may be enough now, in place of a reboot.
-        if before.reason == fault.reason and before.meaning != fault.meaning:
+        # If only the meaning of the error is new, it counts: a reset may be enough now, in place of a reboot. But a
+        # lesser line with the same reason does not give the GPU back to pods.
+        stays = fault.verdict.fenced or not before.verdict.fenced
+        if before.reason == fault.reason and before.meaning != fault.meaning and stays:
             since = before.since if before.verdict is fault.verdict else fault.since
             return replace(note, fault=replace(fault, since=since))
         done = note.resetting.done if note.resetting else math.inf

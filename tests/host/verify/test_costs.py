@@ -200,5 +200,7 @@ def test_only_the_drivers_word_ends_a_verdict(running: Host) -> None:
     assert record_recovered(running, FIRST, time.time())
     assert not observe_gpus(running).faults
     bad(running, FIRST, Verdict.BROKEN, since=1000.0)
+    # A lesser line with the same reason does not give the GPU back.
+    record_fault(running, FIRST, GpuFault("Xid48", "a lesser line", 2000.0, Verdict.DEGRADED, 2000.0))
     assert not record_recovered(running, FIRST, time.time())
     assert observe_gpus(running).faults[FIRST].verdict is Verdict.BROKEN
