@@ -147,6 +147,13 @@ def condition_tables(machines: Iterable[MachineOutcome]) -> Iterator[str]:
         yield from table(rows)
 
 
+def check_lines(facts: Facts, width: int, *, every: bool = False) -> Iterator[str]:
+    """Yield the host's own checks that are not True, or all."""
+    for each in facts.checks:
+        if every or each.status is not Status.TRUE:
+            yield from paragraph(f"host check {each.type}: ", each.text, width)
+
+
 def print_machines(machines: Sequence[MachineOutcome], reconciler: Reconciler) -> None:
     """Print for each machine whether it is ready, and what is wrong."""
     width, colour = terminal()

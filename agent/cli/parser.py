@@ -440,6 +440,15 @@ COMMANDS = {
         configuration=LAST_GOOD,
         hidden=True,
     ),
+    "run-checks": Command(
+        "prepare:write_checks",
+        "run the checks in /etc/unbounded-agent/checks.d",
+        "Run by unbounded-agent-checks.service, not as root.",
+        examples=("sudo systemctl start unbounded-agent-checks",),
+        configuration=NEEDS_NONE,
+        hidden=True,
+        root=False,
+    ),
     "prepare": Command(
         "prepare:run_prepare",
         "write a machine's settings before it starts",

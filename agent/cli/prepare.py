@@ -1,18 +1,22 @@
-"""What units run before machines start: `prepare` writes a machine's settings, and `load-modules` loads drivers."""
+"""What units run: `prepare` writes a machine's settings, `load-modules` loads drivers, `run-checks` runs checks."""
 
 import argparse
+import os
+import stat
+import sys
 import time
 from contextlib import suppress
 
 from agent.cli.host import settings_of
 from agent.cli.printing import report_failures
 from agent.config.load import load_or_last_good
+from agent.host.observe.checks import run_checks
 from agent.host.reconcile import Outcome, Reconciler
 from agent.host.state.gpus import observe_gpus
 from agent.host.state.locks import pass_lock
 from agent.host.state.records import HANDED, Handed, clear_report, mark_start
 from agent.host.vendors import load_gpu_modules
-from agent.model.errors import ConfigChangedError
+from agent.model.errors import AgentError, ConfigChangedError
 from agent.model.facts import Absent, Unseen, render_live
 from agent.model.paths import MACHINE_ROOTS, handed_roots_file, live_file
 from agent.system.trust import write_record
@@ -37,6 +41,15 @@ def load_modules(options: argparse.Namespace, reconciler: Reconciler) -> int:
         report("driver.load_modules is not set: loading kernel modules is left to the host")
         return 0
     load_gpu_modules(system, reconciler.devices.pci_devices, observe_gpus(system).detached, report)
+    return 0
+
+
+def write_checks(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Run the administrator's checks, and write the results to standard output, which is a file. Raises AgentError."""
+    output = sys.stdout.fileno()
+    if not stat.S_ISREG(os.fstat(output).st_mode):
+        raise AgentError("standard output is not a file", "run `systemctl start unbounded-agent-checks`")
+    run_checks(reconciler.system, output)
     return 0
 
 

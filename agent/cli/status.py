@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from agent.cli.doctor.host import faults_in_brief
 from agent.cli.host import load, settings_of
 from agent.cli.output import (
     causes,
+    check_lines,
     condition_tables,
     document,
     print_machines,
@@ -24,7 +25,7 @@ from agent.cli.printing import report, report_failures, say, terminal
 from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome, Reconciler, started_and_stopped
 from agent.host.state.locks import COMMAND_WAIT, machine_locks
 from agent.host.state.records import read_history
-from agent.model.conditions import Reason, Status
+from agent.model.conditions import Reason, Status, kubernetes_form
 from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import Facts
 from agent.model.text import rfc3339
@@ -79,6 +80,8 @@ def _print(
             say(["", "Full messages: unbounded-agent status MACHINE", "What to do: unbounded-agent doctor"])
     else:
         print_machines(machines, reconciler)
+    if not options.json:
+        say(check_lines(facts, terminal()[0], every=options.wide))
 
 
 def _observe(machine: str, reconciler: Reconciler) -> tuple[Facts, tuple[MachineOutcome, ...]]:
@@ -154,7 +157,8 @@ def as_object(machines: Iterable[MachineOutcome], facts: Facts) -> dict[str, obj
         }
         for machine in machines
     }
-    return {"machines": states, "problems": facts.all_problems()}
+    checks = [kubernetes_form(*astuple(each)) for each in facts.checks]
+    return {"machines": states, "checks": checks, "problems": facts.all_problems()}
 
 
 def apply(options: argparse.Namespace, reconciler: Reconciler) -> int:

@@ -194,6 +194,13 @@ class Reason(StrEnum):
     NO_GPU = "NoGPU"
     NO_GPU_GRANTED = "NoGPUGranted"
 
+    # An administrator's checks of the host:
+    CHECK_PASSED = "CheckPassed"
+    CHECK_FAILED = "CheckFailed"
+    CHECK_UNDECIDED = "CheckUndecided"
+    CHECK_BROKEN = "CheckBroken"
+    CHECK_NOT_RUN = "CheckNotRun"
+
 
 class Status(StrEnum):
     TRUE = "True"
@@ -286,13 +293,12 @@ class Condition(NamedTuple):
 
     def to_kubernetes(self) -> dict[str, str | None]:
         """Return the condition as Kubernetes' API writes it (metav1.Condition). An unknown time is null."""
-        return {
-            "type": self.type,
-            "status": self.status,
-            "reason": self.reason,
-            "message": self.message,
-            "lastTransitionTime": rfc3339(self.last_transition) if self.last_transition else None,
-        }
+        return kubernetes_form(*self[:5])
+
+
+def kubernetes_form(kind: str, status: str, reason: str, message: str, at: float) -> dict[str, str | None]:
+    since = rfc3339(at) if at else None
+    return {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": since}
 
 
 def true(kind: ConditionType, reason: Reason, message: str) -> Condition:

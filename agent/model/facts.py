@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias, TypeVar
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
+from agent.model.conditions import Reason, Status
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.handoff import Publication, Report
 from agent.model.paths import LIVE_NAME
@@ -548,6 +549,22 @@ class StagedFacts(Struct, frozen=True, kw_only=True):
     staged_problems: tuple[str, ...] = ()
 
 
+class HostCheck(Struct, frozen=True):
+    """What one of the administrator's own checks says: a condition of the host, which no machine's Ready needs."""
+
+    type: str
+    """The check's name."""
+    status: Status
+    reason: Reason
+    message: str
+    last_transition: float = 0.0
+    """Seconds since the epoch; 0 if it is unknown."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.status}, {self.reason}: {self.message}"
+
+
 class Facts(StagedFacts, frozen=True):
     """Everything that one pass observed on the host."""
 
@@ -574,6 +591,7 @@ class Facts(StagedFacts, frozen=True):
     """Bytes of the file system of STATE."""
     reload_pending: bool = False
     """The agent changed unit files, and systemd has not read them since."""
+    checks: tuple[HostCheck, ...] = ()
     files: dict[str, FileState] = field(default_factory=dict)
     """Every file that the goal may contain or the ownership record names, by absolute path."""
 

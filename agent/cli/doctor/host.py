@@ -13,6 +13,7 @@ from agent.host.reconcile import MachineOutcome
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.host.vendors import host_vendor
 from agent.host.verify.gpu_states import health
+from agent.model.conditions import Status
 from agent.model.facts import Absent, Broken, Facts, Unseen, Verdict
 from agent.model.handoff import DRA
 from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, SERVICE_STATE, STATE, mount_unit
@@ -204,7 +205,14 @@ def _kernel_settings(seeing: Seeing) -> Iterator[Finding]:
             )
 
 
+def _own_checks(seeing: Seeing) -> Iterator[Finding]:
+    for each in seeing.facts.checks:
+        if each.status is not Status.TRUE:
+            cause = f"the host's check {each.type} is {each.status}: {each.reason}"
+            yield Finding(cause, each.message, ("systemctl start unbounded-agent-checks  # runs the checks again",))
+
+
 CHECKS: tuple[Callable[[Seeing], Iterator[Finding]], ...] = (
-    *(_configuration, _template, _service, _plain_roots, _gpu_faults, _space, _kernel_settings),
+    *(_configuration, _template, _service, _plain_roots, _gpu_faults, _own_checks, _space, _kernel_settings),
 )
 """The checks of the host, in the order in which their findings are listed."""

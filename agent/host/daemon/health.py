@@ -8,7 +8,8 @@ from msgspec import Struct, field
 
 from agent.host.daemon.wakeups import Tally
 from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome
-from agent.model.conditions import ConditionType, Status
+from agent.model.conditions import ConditionType, Reason, Status
+from agent.model.facts import HostCheck
 from agent.model.text import one_line
 from agent.system.journal_fields import CONDITION_ID
 
@@ -104,3 +105,13 @@ def changes(machine: MachineOutcome, last: MachineOutcome | None) -> Iterator[tu
         names = ", ".join(kinds)
         fields = {"MESSAGE_ID": CONDITION_ID, "MACHINE": machine.name, "CONDITION": names, "REASON": reason}
         yield level, one_line(f"{machine.name}: {names} {verb} {status}: {reason}: {message}"), fields
+
+
+def check_changes(checks: Iterable[HostCheck], last: Iterable[HostCheck]) -> Iterator[tuple[int, str, dict[str, str]]]:
+    """Yield the same as `changes` for each of the host's own checks."""
+    before = {each.type: (each.status, each.reason) for each in last}
+    for each in checks:
+        if (each.status, each.reason) != before.get(each.type, (Status.TRUE, Reason.CHECK_PASSED)):
+            level = logging.INFO if each.status is Status.TRUE else logging.WARNING
+            fields = {"MESSAGE_ID": CONDITION_ID, "CONDITION": each.type, "REASON": each.reason}
+            yield level, one_line(f"host check {each.type} is {each.text}"), fields

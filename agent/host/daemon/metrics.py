@@ -77,6 +77,7 @@ TEXTS = {
     "changed.",
     "host_pci_gpus": "GPUs on the PCI bus, with or without a driver.",
     "host_devices": "Devices of the host by kind and status.",
+    "host_check": "Constant 1, with the status and the reason of one of the administrator's checks.",
     "gpu_info": "Constant 1, with what is known about a GPU on the PCI bus, or about one that machines have lost.",
     "gpu_fatal_error_timestamp_seconds": "When the agent learned of an error after which pods cannot rely on the GPU. "
     "Shown until the GPU has recovered.",
@@ -185,6 +186,8 @@ def _of_outcome(outcome: Outcome) -> Iterator[Metric]:
     yield _family("machine_repairs", "machine what", repairs)
     yield _one("host_pci_gpus", sum(len(vendor.gpus) for vendor in facts.vendors))
     yield _family("host_devices", "kind status", _device_counts(outcome))
+    checks = [((each.type, each.status, each.reason), 1) for each in facts.checks]
+    yield _family("host_check", "check status reason", checks)
     gpus = [
         ((gpu.pci_address, gpu.vendor, gpu.model, gpu.uuid, ",".join(gpu.machines), gpu.state, gpu.health), 1)
         for gpu in listed_gpus(facts, granted_to(machines))

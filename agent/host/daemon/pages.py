@@ -128,7 +128,9 @@ def front_page(host: str, view: View) -> Page:
         ]
         headings = ("Address", "State", "Machine", "Model", "UUID")
         parts += ["<h2>GPUs</h2>\n", _table(headings, gpus) if gpus else "<p>This host has no GPU.</p>\n"]
-        for heading, sentences in (("Failed steps", outcome.failures), ("Notes", outcome.facts.all_problems())):
+        checks = [f"{each.type}: {each.text}" for each in outcome.facts.checks]
+        lists = (("Checks", checks), ("Failed steps", outcome.failures), ("Notes", outcome.facts.all_problems()))
+        for heading, sentences in lists:
             if sentences:
                 items = "".join(f"<li>{_text(each)}</li>" for each in sentences)
                 parts.append(f"<h2>{heading}</h2>\n<ul>{items}</ul>\n")

@@ -9,6 +9,7 @@ from msgspec.structs import asdict
 
 from agent.config.checks import is_below, plain
 from agent.config.settings import CONTROL_PATHS, Config, mountable
+from agent.host.observe.checks import observe_checks
 from agent.host.observe.driver_roots import observe_staged
 from agent.host.observe.machine import (
     ignored_settings,
@@ -352,12 +353,14 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
             machines.append(unseen_machine(name, unit, fault("observe it", error)))
     template = observe_template(system)
     remembered, damage = observe_remembered(system)
+    checks, not_checks = observe_checks(system, memory.ages)
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
     problems = (
         "" if isinstance(template, tuple) else template.why,
         discarded,
         notes.problem,
         damage,
+        not_checks,
         *(each for name in names for each in ignored_settings(name, system)),
     )
     return Facts(
@@ -380,5 +383,6 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         stub_resolver=uses_stub_resolver(system),
         # If this cannot be observed, assume a pending reload: at worst, systemd reloads its units once too often.
         reload_pending=read_seen(system.exists, RELOAD_PENDING) is not False,
+        checks=checks,
         files=files,
     )
