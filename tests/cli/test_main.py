@@ -157,7 +157,7 @@ def test_the_help_of_the_program(capsys: Capture) -> None:
     assert [code for code in codes if f"\n  {code:<3} " not in listed] == []
     assert "/etc/unbounded-agent/config.toml.sample" in listed
     hidden = {name for name, command in COMMANDS.items() if command.hidden}
-    assert hidden == {"load-modules", "prepare"}
+    assert hidden == {"load-modules", "prepare", "run-checks"}
     assert [name for name in hidden if name in listed] == []
     assert [name for name in subcommands("") if name not in listed and name not in hidden] == []
     assert [name for name in subcommands("gpus") if name not in help_of(capsys, "gpus")] == []

@@ -16,11 +16,12 @@ from agent.config.settings import MachineSettings, MetricsSettings
 from agent.dra.service import SETUP_AGAIN
 from agent.host.daemon.loop import START_STEP, Timing
 from agent.host.daemon.server import BACKLOG
+from agent.host.observe.checks import LIMIT, STALE_AFTER
 from agent.host.state.locks import PASS_WAIT
 from agent.machine import node_condition
 from agent.model import paths
 from agent.system import api_server
-from agent.system.process import FILE_LIMIT
+from agent.system.process import FILE_LIMIT, KILL_MARGIN
 from agent.vendors.nvidia.devices import DISPLAY_CLASSES, VENDOR_ID
 from agent.vendors.nvidia.driver import MODPROBE_LIMIT, SETTLE
 from agent.vendors.nvidia.places import PLACES
@@ -32,6 +33,8 @@ SERVICE = UNITS / "unbounded-agent.service"
 SOCKET = UNITS / "unbounded-agent.socket"
 PREPARE = UNITS / "unbounded-agent-prepare@.service"
 MODULES = UNITS / "unbounded-agent-modules.service"
+CHECKS = UNITS / "unbounded-agent-checks.service"
+TIMER = UNITS / "unbounded-agent-checks.timer"
 DRA = UNITS / "machine" / "unbounded-agent-dra.service"
 NODE_CONDITION = UNITS / "machine" / "unbounded-agent-node-condition.service"
 TMPFILES = UNITS / "unbounded-agent.tmpfiles.conf"
@@ -40,6 +43,7 @@ EXPOSURE = {
     SERVICE.name: 25,
     PREPARE.name: 20,
     MODULES.name: 31,
+    CHECKS.name: 10,
     GPU_SETUP.name: 39,
     "unbounded-agent-gpu-again.service": 28,
     "unbounded-agent-gpu-test.service": 21,
@@ -70,7 +74,7 @@ def test_no_unit_takes_the_whole_host() -> None:
     assert sorted(EXPOSURE) == sorted(path.name for path in SERVICES)
     for unit in SERVICES:
         assert {"MemoryMax", "TasksMax"} < set(settings(unit, "Service")), unit
-    for unit in (SERVICE, PREPARE, MODULES):
+    for unit in (SERVICE, PREPARE, MODULES, CHECKS):
         assert settings(unit, "Service")["CPUQuota"] == "100%", unit
 
 
@@ -128,14 +132,34 @@ def test_a_program_that_takes_too_much_memory_does_not_end_the_gpu_setup() -> No
             assert not re.search(r"^(Requires|BindsTo|Requisite|RequiredBy)=", unit.read_text(), re.MULTILINE), unit
 
 
+def test_checks_have_none_of_the_services_rights() -> None:
+    """A check is a user who exists only meanwhile. It may write nothing: systemd itself opens the file of results."""
+    found = settings(CHECKS, "Service")
+    assert (found["DynamicUser"], found["CapabilityBoundingSet"], found["AmbientCapabilities"]) == ("yes", "", "")
+    assert found["ProtectSystem"] == "strict"
+    assert not {key for key in found if key in ("ReadWritePaths", "User", "BindPaths") or key.endswith("Directory")}
+    assert (found["PrivateNetwork"], found["DevicePolicy"], found["ProtectProc"]) == ("yes", "closed", "invisible")
+    assert found["StandardOutput"] == f"file:{paths.CHECK_RESULTS}"
+    assert found["LimitFSIZE"] == f"{FILE_LIMIT >> 20}M"
+    assert settings(CHECKS, "Unit")["ConditionDirectoryNotEmpty"] == paths.CHECKS
+    assert f"\nd {paths.CHECKS} 0755 root root -\n" in TMPFILES.read_text()
+    # All at once: the program ends before systemd ends it, and the next run before the results are stale.
+    longest = LIMIT + KILL_MARGIN
+    assert longest < int(found["TimeoutStartSec"])
+    between = int(settings(TIMER, "Timer")["OnUnitInactiveSec"].removesuffix("s"))
+    assert 2 * (between + longest) < STALE_AFTER
+    assert f"\nWants={TIMER.name}\n" in SERVICE.read_text()
+    assert settings(TIMER, "Unit")["PartOf"] == SERVICE.name
+
+
 @pytest.mark.processes
 def test_units_are_valid(tmp_path: Path) -> None:
     """The agent and the node's packages are not installed here: an existing program takes the agent's place."""
     units = sorted(str(path) for path in (UNITS / "machine").glob("unbounded-agent-*"))
     assert len(units) == 11
-    for unit in (SERVICE, SOCKET, PREPARE, MODULES):
+    for unit in (SERVICE, SOCKET, PREPARE, MODULES, CHECKS, TIMER):
         text = unit.read_text()
-        assert unit is SOCKET or "/usr/bin/unbounded-agent" in text
+        assert unit in (SOCKET, TIMER) or "/usr/bin/unbounded-agent" in text
         units.append(str(tmp_path / unit.name.replace("@", "@gpu-node")))
         (tmp_path / unit.name).write_text(text.replace("/usr/bin/unbounded-agent", "/bin/true"))
     finished = tool("systemd-analyze", "verify", "--man=no", *units)

@@ -6,7 +6,7 @@ A unit of its own runs them, without the service's rights. So their output is no
 import os
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 from typing import Annotated
 
 from msgspec import Meta, Struct, field
@@ -70,10 +70,17 @@ def run_checks(system: System, output: int) -> None:
 
     systemd has opened CHECK_RESULTS there: this process may write no file. Raises OSError.
     """
-    names, _ = _names(system)
-    before = _read(system)[0]
-    with ThreadPoolExecutor(MOST) as pool:
-        found = dict(zip(names, pool.map(lambda name: _run(system, name, before.get(name)), names), strict=True))
+    before, found = _read(system)[0], dict[str, CheckResult]()
+
+    def run(name: str) -> None:
+        found[name] = _run(system, name, before.get(name))
+
+    # Not concurrent.futures: it loads logging, for which every command would wait.
+    threads = [Thread(target=run, args=(name,)) for name in _names(system)[0]]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
     data = _FORMAT.render(CheckResults(found))
     # A reader in between finds a digest that does not match.
     os.pwrite(output, data, 0)
