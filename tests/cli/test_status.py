@@ -261,3 +261,21 @@ def test_a_machine_that_runs_exists(gpu_host: Host, monkeypatch: pytest.MonkeyPa
     assert "MachineRunning  True" in printed(reconciler(gpu_host), capsys, "--wide")
     units(gpu_host, "inactive", stopped_at=5)
     assert "MachineRunning  False    -      Stopped" in printed(reconciler(gpu_host), capsys, "--wide")
+
+
+def test_an_administrators_checks_are_conditions_of_the_host(gpu_host: Host, capsys: Capture) -> None:
+    """No machine's Ready needs them: a check of unknown quality must not take a node from its pods."""
+    before = json.loads(printed(reconciler(gpu_host), capsys, "--json"))
+    assert before["checks"] == []
+    gpu_host.file("/etc/unbounded-agent/checks.d/DiskHealthy", "", executable=True)
+    text = printed(reconciler(gpu_host), capsys)
+    assert "\nhost check DiskHealthy: Unknown, CheckNotRun: /run/unbounded-agent/checks.json" in text
+    found = json.loads(printed(reconciler(gpu_host), capsys, "--json"))
+    (check,) = found["checks"]
+    assert [*check] == [*found["machines"][MACHINE]["conditions"][0]]
+    assert (check["type"], check["status"], check["reason"]) == ("DiskHealthy", "Unknown", "CheckNotRun")
+    assert check["lastTransitionTime"] is None
+    assert found["machines"] == before["machines"]
+    gpu_host.file("/etc/unbounded-agent/checks.d/disk.sh", "", executable=True)
+    assert command(reconciler(gpu_host), "status") == 0
+    assert "note: /etc/unbounded-agent/checks.d: these files are not run as checks: disk.sh" in capsys.readouterr().err

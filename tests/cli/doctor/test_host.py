@@ -11,7 +11,8 @@ from agent.cli.doctor.host import SERVICE, HostDiagnosis, diagnose_host
 from agent.config.settings import Config
 from agent.host.reconcile import Reconciler
 from agent.host.state.records import SERVICE_STATES, ServiceState
-from agent.model.facts import Broken, Facts, GpuFault, Granted, Verdict
+from agent.model.conditions import Reason, Status
+from agent.model.facts import Broken, Facts, GpuFault, Granted, HostCheck, Verdict
 from agent.model.paths import SERVICE_STATE, STATE
 from agent.vendors.host_vendor import DriverForPods, Finding
 from tests.fakes.command import Capture, command
@@ -54,6 +55,15 @@ def test_settings_that_no_kubelet_starts_with(sound: Host) -> None:
     assert wrong.fix == ("echo 'kernel.panic = 10' >> /etc/sysctl.d/90-kubelet.conf && sysctl --system",)
     assert command(Reconciler(EMPTY, sound, sound), "doctor") == 0
     assert len(examine(reconciler(sound)).host.findings) == 2, "the machine has not reported yet: it may have one"
+
+
+@pytest.mark.parametrize("status", list(Status))
+def test_an_administrators_check_that_is_not_true_is_a_finding(sound: Host, status: Status) -> None:
+    seen = reconciler(sound).preview()[0]
+    check = HostCheck("DiskHealthy", status, Reason.CHECK_FAILED, "1 % free")
+    findings = diagnosed(sound, replace(seen, checks=(check,))).findings
+    causes = [f"the host's check DiskHealthy is {status}: CheckFailed"] if status is not Status.TRUE else []
+    assert [(each.cause, each.evidence) for each in findings] == [(each, "1 % free") for each in causes]
 
 
 # ---- the service

@@ -14,7 +14,7 @@ from agent.host.daemon.health import View
 from agent.host.daemon.metrics import OPENMETRICS, PREFIX, TEXT, VERSIONS, Metrics, without_evidence
 from agent.host.daemon.wakeups import Tally
 from agent.host.reconcile import MachineOutcome
-from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.conditions import Condition, ConditionType, Reason, Status
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import (
     Absent,
@@ -24,6 +24,7 @@ from agent.model.facts import (
     Gpu,
     GpuFacts,
     GpuFault,
+    HostCheck,
     MachineFacts,
     Remembered,
     RememberedGpu,
@@ -300,3 +301,11 @@ def test_promtool_accepts_the_exposition() -> None:
     body = Metrics().page(view_of(READY), TEXT).body
     finished = subprocess.run([promtool, "check", "metrics"], input=body, capture_output=True, timeout=600)
     assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def test_each_check_of_the_host_has_one_series() -> None:
+    """Not one for each machine."""
+    check = HostCheck("DiskHealthy", Status.UNKNOWN, Reason.CHECK_NOT_RUN, "it has not run yet")
+    samples = scrape(with_facts(checks=(check,)))
+    found = [dict(labels) for name, labels in samples if name == "host_check"]
+    assert found == [{"check": "DiskHealthy", "status": "Unknown", "reason": "CheckNotRun"}]

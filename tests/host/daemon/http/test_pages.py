@@ -1,6 +1,7 @@
 """The pages for people, for probes and for those who debug, from simulated outcomes."""
 
 import json
+import logging
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from http import HTTPStatus
@@ -8,13 +9,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agent.host.daemon.health import Pass, View, changes, status_line
+from agent.host.daemon.health import Pass, View, changes, check_changes, status_line
 from agent.host.daemon.metrics import without_evidence
 from agent.host.daemon.pages import HTML, check_pages, front_page, machine_checks, statusz
 from agent.host.daemon.wakeups import Tally
 from agent.host.reconcile import MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, unknown
-from agent.model.facts import MachineFacts, Unseen
+from agent.model.facts import HostCheck, MachineFacts, Unseen
+from agent.system.journal_fields import CONDITION_ID
 from tests.fakes import eight_gpus
 from tests.fakes.reconciler import GPUS, conditions, outcome
 
@@ -175,6 +177,25 @@ def test_one_cause_is_one_line_of_the_journal() -> None:
         "gpu-node: Ready is False",
     ]
     assert list(changes(machine, machine)) == []
+
+
+def test_a_check_of_the_host_is_said_once_for_each_change() -> None:
+    good = HostCheck("DiskHealthy", Status.TRUE, Reason.CHECK_PASSED, "90 % free")
+    bad = HostCheck("DiskHealthy", Status.FALSE, Reason.CHECK_FAILED, "1 % free")
+    ((level, sentence, fields),) = check_changes((bad,), ())
+    assert (level, sentence) == (logging.WARNING, "host check DiskHealthy is False, CheckFailed: 1 % free")
+    assert fields == {"MESSAGE_ID": CONDITION_ID, "CONDITION": "DiskHealthy", "REASON": "CheckFailed"}
+    assert list(check_changes((replace(bad, message="2 % free"),), (bad,))) == []
+    ((level, _, fields),) = check_changes((good,), (bad,))
+    assert (level, fields["REASON"]) == (logging.INFO, "CheckPassed")
+    assert list(check_changes((good,), ())) == []
+
+
+def test_the_front_page_has_the_checks_of_the_host() -> None:
+    ended = outcome()
+    checks = (HostCheck("DiskHealthy", Status.FALSE, Reason.CHECK_FAILED, HOSTILE),)
+    view = replace(EMPTY, outcome=replace(ended, facts=replace(ended.facts, checks=checks)))
+    assert "DiskHealthy: False, CheckFailed: <script>alert(1)</script>" in read(view).text
 
 
 # ---- /statusz
