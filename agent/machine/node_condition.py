@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+from agent.machine.node_events import tell
 from agent.machine.notes import NODE_CONDITION, Notes, ages_in
 from agent.model.conditions import Condition, ConditionType, Reason, false, not_applicable, true, unknown
 from agent.model.contract import SILENT_AFTER, parse_host_status
@@ -131,10 +132,12 @@ def run(system: System) -> None:
             applied, outcome = _remove_condition(system, kubelet, applied)
     except (AgentError, OSError) as error:
         outcome = false(KIND, Reason.FAILED, str(error))
+    events = tell(system, kubelet, applied[1:4] if applied else (), noted.get("events", {}))
     kept = {
         "applied": applied._asdict() if applied else None,
         "told": say_changes(noted.get("told", {}), (outcome,)),
         "ages": ages.observations,
+        "events": events,
         "service": kubelet.service._asdict() if kubelet.service else None,
     }
     last_run = {"ran_at": time.monotonic(), "status": outcome.status, "reason": outcome.reason}

@@ -234,12 +234,14 @@ class ApiServer:
         return HTTPStatus.OK, self.objects[path]
 
     def _patch_status(self, path: str, body: Any) -> tuple[int, Object]:  # noqa: ANN401
-        """Merge conditions by their type, as a strategic merge patch of a Node's status does."""
+        """Merge conditions by their type, as a strategic merge patch of a Node's status does. An Event has no lists."""
         if path not in self.objects:
             return failure(HTTPStatus.NOT_FOUND, f"{path} not found")
         if body is None:
             return failure(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body of the request was in an unknown format")
         item = self.objects[path]
+        if not path.startswith(NODES):
+            return HTTPStatus.OK, self.put(path, {**item, **body})
         conditions = {each["type"]: each for each in item["status"].get("conditions", ())}
         for each in body["status"]["conditions"]:
             if each.get("$patch") == "delete":

@@ -74,7 +74,9 @@ class Node(Machine):
     @property
     def patched(self) -> list[Object]:
         """The Node after each change."""
-        return [event["object"] for _, _, event in self.api.events[1:] if event["type"] == "MODIFIED"]
+        return [
+            event["object"] for _, where, event in self.api.events[1:] if event["type"] == "MODIFIED" and where == NODES
+        ]
 
     def services(self, *processes: int) -> None:
         """Let these be the main processes of the services that systemd has."""

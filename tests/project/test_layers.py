@@ -31,7 +31,7 @@ ROOMS: Mapping[str, Order] = {
     ),
     "machine": (
         ("notes", "vendors", "open_nodes", "gpu_test", "containerd_tables"),
-        ("devices", "libraries", "containerd"),
+        ("devices", "libraries", "containerd", "node_events"),
         ("foreign_specs", "node_condition"),
         "cdi",
         "kubelet",
