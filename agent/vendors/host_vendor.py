@@ -328,6 +328,9 @@ class HostVendor(Struct, frozen=True, kw_only=True):
     """How the vendor's tool resets GPUs; None if the agent cannot reset them."""
     reset_by_hand: str = ""
     """If the agent cannot: the commands, in backquotes, with {address} for the GPU, that reset a detached GPU."""
+    support_report: tuple[str, ...] = ()
+    """The vendor's program, with options, that collects what its support asks for. It must use no GPU, because that may
+    hang. It writes to what `--output-file` names, or to the same with `.gz`."""
     parse_kernel_message: Callable[[str], GpuError | None] = lambda text: None
     """Returns the GPU error that a line of the kernel log reports; None for any other line."""
     has_test: bool = False

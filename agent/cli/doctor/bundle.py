@@ -362,6 +362,20 @@ COMMANDS = {
     "mounts": ("findmnt", "--list", "--output=SOURCE,TARGET,FSTYPE,VFS-OPTIONS"),
     "ldconfig": ("ldconfig", "-p"),
 }
+REPORT_LIMIT = 90
+"""Seconds for a vendor's report: it searches the journals of three boots."""
+SUPPORT_REPORT = (
+    f'cd "$(mktemp -d)" && timeout -k 5 {REPORT_LIMIT} "$@" --output-file report >&2; '
+    f"{{ gzip -dc report.gz || cat report; }} | tail -c {FILE_LIMIT}"
+)
+"""Prints what a report has got to, also if it hangs. Unpacked, it needs no memory, whatever its size."""
+IN_SANDBOX = (
+    *("systemd-run", "--quiet", "--wait", "--pipe", "--collect", "--no-ask-password"),
+    # Not even a program that the report starts can open a GPU.
+    *("--property=DevicePolicy=closed", "--property=DeviceAllow=/dev/kmsg r", "--property=ProtectKernelModules=yes"),
+    *("--property=PrivateTmp=yes", "--property=ProtectSystem=strict", "--property=LimitFSIZE=64M"),
+    *("--property=MemoryMax=512M", f"--property=RuntimeMaxSec={REPORT_LIMIT + 20}", "--property=TimeoutStopSec=5"),
+)
 MACHINE_COMMANDS = {
     "unit": ("systemctl", "show", "--no-pager", f"--property={','.join(UNIT_PROPERTIES)}", "{unit}"),
     "start.log": _journal("-b", "-u", "{unit}", "-u", "unbounded-agent-prepare@{machine}"),
@@ -429,6 +443,11 @@ def _contents(report: Report, reconciler: Reconciler) -> Iterator[tuple[str, Cal
         yield f"files{path}", lambda path=path: system.read_untrusted(path)[0].decode(errors="replace")  # type: ignore[misc]
     for name, argv in commands.items():
         yield name, partial(system.run, *argv, timeout=COMMAND_LIMIT)
+    for program, *options in (vendor.support_report for vendor in HOST_VENDORS if vendor.support_report):
+        # Last, because it takes longest, and has much that others have too.
+        if place := system.find_program(program):
+            command = (*IN_SANDBOX, "/bin/sh", "-c", SUPPORT_REPORT, "sh", place, *options)
+            yield f"commands/{program}", partial(system.run, *command, timeout=REPORT_LIMIT + 30)
 
 
 def _parameters(command_line: str) -> str:

@@ -320,4 +320,6 @@ NVIDIA = HostVendor(
     judge=judge,
     needs_nothing=needs_nothing,
     reset=GPU_RESET,
+    # In safe mode, it runs neither nvidia-smi nor nvidia-debugdump nor vulkaninfo (driver 535 and later).
+    support_report=("nvidia-bug-report.sh", "--safe-mode"),
 )

@@ -12,7 +12,7 @@ import pytest
 from agent.cli.doctor import bundle
 from agent.cli.doctor.bundle import REMOVED, redacted
 from agent.model.paths import CONFIG_FILE
-from agent.system.process import Completed
+from agent.system.process import Completed, host_runner
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
@@ -100,6 +100,71 @@ def test_its_size_is_limited(seeded: Host, monkeypatch: pytest.MonkeyPatch) -> N
     assert max(len(text) for name, text in files.items() if name != "left-out.txt") <= 100
     assert sum(len(text) for name, text in files.items() if name != "left-out.txt") <= 1000
     assert "what would follow: the archive is limited" in files["left-out.txt"]
+
+
+BUG_REPORT = "/usr/bin/nvidia-bug-report.sh"
+SIMULATED = """#!/bin/sh
+# A simulation of NVIDIA's script: it has its options, and writes members of gzip, one after the other.
+[ "$1 $2" = "--safe-mode --output-file" ] || exit 1
+echo "nvidia-bug-report.sh will now collect information"
+for part in "Start of NVIDIA bug report log file" "command line flags: api_token=hunter2" "End of the report"; do
+    echo "$part" | gzip -c >>"$3.gz"
+done
+"""
+
+
+def sandboxed(host: Host) -> list[tuple[str, ...]]:
+    return [argv for argv in host.runner.calls if argv[0] == "systemd-run"]
+
+
+class InSandbox(Journal):
+    """Runs what systemd would run in a unit: without the unit's limits, on the simulated host's script."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host.runner.answers, "")
+        self.host = host
+
+    def __missing__(self, argv: tuple[str, ...]) -> Completed:
+        if argv[0] != "systemd-run":
+            return super().__missing__(argv)
+        script = argv[argv.index("/bin/sh") :]
+        return host_runner(tuple(self.host.full_path(each) if each == BUG_REPORT else each for each in script), 20)
+
+
+@pytest.mark.processes
+def test_the_vendors_report_is_unpacked_without_secrets(seeded: Host) -> None:
+    seeded.file(BUG_REPORT, SIMULATED, executable=True)
+    seeded.runner.answers = InSandbox(seeded)
+    report = written(seeded)["commands/nvidia-bug-report.sh"]
+    flags = f"command line flags: api_token={REMOVED}"
+    assert report == f"Start of NVIDIA bug report log file\n{flags}\nEnd of the report\n"
+    ((*unit, _, _, _, _, _, option),) = sandboxed(seeded)
+    assert {"--property=DevicePolicy=closed", "--property=DeviceAllow=/dev/kmsg r"} < set(unit), "it can open no GPU"
+    assert option == "--safe-mode"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("script", "end"),
+    [
+        ("gzip() { cat; }; echo plain >report", "plain\n"),
+        ("echo begun | gzip -c >report.gz; echo torn >>report.gz; exit 3", "begun\n"),
+        ("head -c 9000000 /dev/zero | tr '\\0' x | gzip -c >report.gz", "xxx"),
+    ],
+    ids=["not-packed", "interrupted", "long"],
+)
+def test_of_the_vendors_report_what_there_is(seeded: Host, script: str, end: str) -> None:
+    seeded.file(BUG_REPORT, f"#!/bin/sh\n# A simulation.\n{script}\n", executable=True)
+    seeded.runner.answers = InSandbox(seeded)
+    report = written(seeded)["commands/nvidia-bug-report.sh"]
+    assert report.endswith(end)
+    assert len(report) <= bundle.FILE_LIMIT
+
+
+def test_a_host_without_the_vendors_script_does_not_run_it(seeded: Host) -> None:
+    files = written(seeded)
+    assert sandboxed(seeded) == []
+    assert "bug-report" not in files["left-out.txt"]
 
 
 FORMS = json.loads((DATA / "secrets.json").read_text())
