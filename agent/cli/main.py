@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run(command, options)
     finally:
         if command.changes and arguments is None:
-            import_module("agent.system.journal_fields").record_command(words, code)
+            machine = str(getattr(options, "machine", "") or "")
+            import_module("agent.system.journal_fields").record_command(words, code, machine=machine)
     return code
 
 

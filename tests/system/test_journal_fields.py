@@ -31,6 +31,13 @@ def test_a_value_begins_no_field_of_its_own(journal: tuple[str, Read]) -> None:
     assert read() == expected
 
 
+def test_a_field_for_each_gpu_finds_the_entry_by_any_of_them(journal: tuple[str, Read]) -> None:
+    path, read = journal
+    write_entry(4, "hot", {"GPU": "0000:01:00.0 0000:02:00.0\nPRIORITY=0"}, path)
+    gpus = ["GPU=0000:01:00.0", "GPU=0000:02:00.0", "GPU=PRIORITY=0"]
+    assert read() == [*gpus, "PRIORITY=4", "SYSLOG_IDENTIFIER=unbounded-agent", "MESSAGE=hot"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's commands change the host")
 def test_a_command_is_recorded_with_its_exit_code(journal: tuple[str, Read], monkeypatch: pytest.MonkeyPatch) -> None:
     path, read = journal
@@ -40,6 +47,10 @@ def test_a_command_is_recorded_with_its_exit_code(journal: tuple[str, Read], mon
     assert "COMMAND=gpus detach 0000:02:00.0" in entry
     assert "EXIT_CODE=1" in entry
     assert entry[-1] == "MESSAGE=unbounded-agent gpus detach 0000:02:00.0: exit code 1, by alice with sudo"
+    assert "GPU=0000:02:00.0" in entry
+    assert not [each for each in entry if each.startswith("MACHINE=")]
+    record_command(["restart", "gpu-node"], 0, path, machine="gpu-node")
+    assert "MACHINE=gpu-node" in read()
     record_command(["apply"], 0, f"{path}-missing")
 
 

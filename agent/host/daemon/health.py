@@ -8,16 +8,19 @@ from msgspec import Struct, field
 
 from agent.host.daemon.wakeups import Tally
 from agent.host.reconcile import NO_MACHINES, MachineOutcome, Outcome
-from agent.model.conditions import ConditionType, Reason, Status
-from agent.model.facts import HostCheck
+from agent.host.verify.gpu_states import Health, health
+from agent.model.conditions import Condition, ConditionType, Reason, Status
+from agent.model.facts import Facts, Verdict
 from agent.model.text import one_line
-from agent.system.journal_fields import CONDITION_ID
+from agent.system.journal_fields import CONDITION_ID, VERDICT_ID, Fields
 
 NOT_EVALUATED = "not evaluated"
 """Describes a machine before its first pass."""
 FAILURE_LIMIT = 300
 """Characters of a failure in the line for `systemctl status`, so that the machines have room too."""
 
+Change: TypeAlias = tuple[int, str, Fields]
+"""The log level, a sentence and fields for the journal."""
 Check: TypeAlias = tuple[bool, str, str]
 """Whether the check passed, the check's name, and an explanation."""
 Fixes = Mapping[str, Mapping[ConditionType, tuple[str, ...]]]
@@ -86,32 +89,45 @@ def in_brief(failures: Sequence[str]) -> str:
     return f"{failures[0][:FAILURE_LIMIT]}{more}" if failures else ""
 
 
-def changes(machine: MachineOutcome, last: MachineOutcome | None) -> Iterator[tuple[int, str, dict[str, str]]]:
-    """Yield the log level, a sentence and fields for the journal for each condition that differs from the `last` one.
+def changes(machine: MachineOutcome, last: MachineOutcome | None) -> Iterator[Change]:
+    """Yield a Change for each condition that differs from the `last` one.
 
     The status or the reason must differ. A condition that was not there counts only if it is not True, or if it is
     Ready. Conditions of one cause have one sentence.
     """
     logged = {each.type: each for each in last.conditions} if last else {}
-    changed: dict[tuple[Status, str, str], list[ConditionType]] = {}
+    changed: dict[tuple[Status, str, str], list[Condition]] = {}
     for each in machine.conditions:
         before = logged.get(each.type)
         new = each.status is not Status.TRUE or each.type is ConditionType.READY
         if new if before is None else before[1:3] != each[1:3]:
-            changed.setdefault((each.status, each.reason, each.message), []).append(each.type)
-    for (status, reason, message), kinds in changed.items():
+            changed.setdefault((each.status, each.reason, each.message), []).append(each)
+    for (status, reason, message), same in changed.items():
         level = logging.INFO if status is Status.TRUE else logging.WARNING
-        verb = "is" if len(kinds) == 1 else "are"
-        names = ", ".join(kinds)
+        verb = "is" if len(same) == 1 else "are"
+        names, gpus = ", ".join(each.type for each in same), dict.fromkeys(gpu for each in same for gpu in each.gpus)
         fields = {"MESSAGE_ID": CONDITION_ID, "MACHINE": machine.name, "CONDITION": names, "REASON": reason}
+        fields["GPU"] = " ".join(gpus)
         yield level, one_line(f"{machine.name}: {names} {verb} {status}: {reason}: {message}"), fields
 
 
-def check_changes(checks: Iterable[HostCheck], last: Iterable[HostCheck]) -> Iterator[tuple[int, str, dict[str, str]]]:
-    """Yield the same as `changes` for each of the host's own checks."""
-    before = {each.type: (each.status, each.reason) for each in last}
-    for each in checks:
+def host_changes(facts: Facts, last: Facts | None) -> Iterator[Change]:
+    """Yield the same as `changes` for the host's own checks, and for each GPU with another verdict."""
+    before = {each.type: (each.status, each.reason) for each in (last.checks if last else ())}
+    for each in facts.checks:
         if (each.status, each.reason) != before.get(each.type, (Status.TRUE, Reason.CHECK_PASSED)):
             level = logging.INFO if each.status is Status.TRUE else logging.WARNING
             fields = {"MESSAGE_ID": CONDITION_ID, "CONDITION": each.type, "REASON": each.reason}
             yield level, one_line(f"host check {each.type} is {each.text}"), fields
+    verdicts = _verdicts(last) if last else {}
+    for address, found in _verdicts(facts).items():
+        known = verdicts.get(address)
+        if found.verdict is not (known.verdict if known else Verdict.HEALTHY):
+            level = logging.WARNING if found.verdict.fenced else logging.INFO
+            sentence = f"GPU {address} {found.verdict.in_words}" + (f": {found.message}" if found.message else "")
+            fields = {"MESSAGE_ID": VERDICT_ID, "GPU": address, "VERDICT": found.verdict, "REASON": found.reason}
+            yield level, one_line(sentence), fields
+
+
+def _verdicts(facts: Facts) -> dict[str, Health]:
+    return {gpu.pci_address: health(gpu, facts) for vendor in facts.vendors for gpu in vendor.gpus}

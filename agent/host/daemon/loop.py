@@ -19,7 +19,7 @@ from msgspec import Struct
 from agent import __version__
 from agent.config.load import Loaded
 from agent.host.daemon.gpu_errors import GpuErrors
-from agent.host.daemon.health import Fixes, Pass, View, changes, check_changes, in_brief, status_line
+from agent.host.daemon.health import Fixes, Pass, View, changes, host_changes, in_brief, status_line
 from agent.host.daemon.metrics import Metrics, unseen
 from agent.host.daemon.pages import publish
 from agent.host.daemon.server import Endpoint, Server, listen_locally
@@ -29,7 +29,7 @@ from agent.host.state.locks import locked
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.host.vendors import HOST_VENDORS
 from agent.model.errors import AgentError, ConfigChangedError, ConfigError
-from agent.model.facts import HostCheck
+from agent.model.facts import Facts
 from agent.model.goal import in_words
 from agent.model.paths import INSTANCE_LOCK, RUNTIME, SERVICE_STATE, STATUSZ_SOCKET
 from agent.model.text import one_line, rfc3339
@@ -76,7 +76,7 @@ class EventLog:
         self._said: dict[str, tuple[str, ...]] = {}
         """The sentences that were true last, by what they are about."""
         self._machines: dict[str, MachineOutcome] = {}
-        self._checks: tuple[HostCheck, ...] = ()
+        self._facts: Facts | None = None
 
     def once(
         self, about: str, sentences: tuple[str, ...], level: int = logging.ERROR, cause: Exception | None = None
@@ -102,9 +102,9 @@ class EventLog:
             for level, sentence, fields in changes(machine, self._machines.get(machine.name)):
                 log.log(level, "%s", sentence, extra={"fields": fields})
         self._machines = {machine.name: machine for machine in outcome.machines}
-        for level, sentence, fields in check_changes(outcome.facts.checks, self._checks):
+        for level, sentence, fields in host_changes(outcome.facts, self._facts):
             log.log(level, "%s", sentence, extra={"fields": fields})
-        self._checks = outcome.facts.checks
+        self._facts = outcome.facts
 
     @contextlib.contextmanager
     def guarded(self, work: str) -> Iterator[None]:

@@ -9,14 +9,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from agent.host.daemon.health import Pass, View, changes, check_changes, status_line
+from agent.host.daemon.health import Pass, View, changes, host_changes, status_line
 from agent.host.daemon.metrics import without_evidence
 from agent.host.daemon.pages import HTML, check_pages, front_page, machine_checks, statusz
 from agent.host.daemon.wakeups import Tally
 from agent.host.reconcile import MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, unknown
-from agent.model.facts import HostCheck, MachineFacts, Unseen
-from agent.system.journal_fields import CONDITION_ID
+from agent.model.facts import GPU_TEST, GpuFacts, GpuFault, HostCheck, MachineFacts, Unseen, Verdict
+from agent.system.journal_fields import CONDITION_ID, VERDICT_ID
 from tests.fakes import eight_gpus
 from tests.fakes.reconciler import GPUS, conditions, outcome
 
@@ -180,15 +180,39 @@ def test_one_cause_is_one_line_of_the_journal() -> None:
 
 
 def test_a_check_of_the_host_is_said_once_for_each_change() -> None:
-    good = HostCheck("DiskHealthy", Status.TRUE, Reason.CHECK_PASSED, "90 % free")
-    bad = HostCheck("DiskHealthy", Status.FALSE, Reason.CHECK_FAILED, "1 % free")
-    ((level, sentence, fields),) = check_changes((bad,), ())
+    facts = outcome().facts
+    good = replace(facts, checks=(HostCheck("DiskHealthy", Status.TRUE, Reason.CHECK_PASSED, "90 % free"),))
+    bad = replace(facts, checks=(HostCheck("DiskHealthy", Status.FALSE, Reason.CHECK_FAILED, "1 % free"),))
+    same = replace(facts, checks=(replace(bad.checks[0], message="2 % free"),))
+    ((level, sentence, fields),) = host_changes(bad, None)
     assert (level, sentence) == (logging.WARNING, "host check DiskHealthy is False, CheckFailed: 1 % free")
     assert fields == {"MESSAGE_ID": CONDITION_ID, "CONDITION": "DiskHealthy", "REASON": "CheckFailed"}
-    assert list(check_changes((replace(bad, message="2 % free"),), (bad,))) == []
-    ((level, _, fields),) = check_changes((good,), (bad,))
+    assert list(host_changes(same, bad)) == []
+    ((level, _, fields),) = host_changes(good, bad)
     assert (level, fields["REASON"]) == (logging.INFO, "CheckPassed")
-    assert list(check_changes((good,), ())) == []
+    assert list(host_changes(good, facts)) == []
+
+
+def test_a_verdict_of_a_gpu_is_said_once_for_each_change() -> None:
+    """Whoever said so: a test and the GPU itself leave no line in the kernel log."""
+    facts, address = outcome().facts, GPUS[0]
+    fault = GpuFault("TestFailed", "its test failed", 1.7e9, Verdict.NEEDS_RESET, 1.7e9, GPU_TEST)
+    broken = replace(facts, gpus=GpuFacts({address: fault}))
+    for last in (None, facts):
+        ((level, sentence, fields),) = host_changes(broken, last)
+        assert (level, sentence) == (logging.WARNING, f"GPU {address} needs a reset: its test failed")
+        expected = {"MESSAGE_ID": VERDICT_ID, "GPU": address, "VERDICT": "needs-reset", "REASON": "TestFailed"}
+        assert fields == expected
+    assert list(host_changes(broken, broken)) == []
+    ((level, sentence, fields),) = host_changes(facts, broken)
+    assert (level, sentence, fields["VERDICT"]) == (logging.INFO, f"GPU {address} is healthy", "healthy")
+    assert list(host_changes(facts, None)) == []
+
+
+def test_a_line_about_single_gpus_has_a_field_for_each() -> None:
+    bad = false(ConditionType.GPUS_HEALTHY, Reason.GPU_NEEDS_RESET, "two of them", GPUS)
+    ((_, _, fields),) = changes(MachineOutcome("gpu-node", (bad,)), None)
+    assert fields["GPU"].split() == [*GPUS]
 
 
 def test_the_front_page_has_the_checks_of_the_host() -> None:
