@@ -4,6 +4,7 @@ from agent.host.daemon.health import View
 from agent.host.daemon.metrics import Metrics
 from agent.host.daemon.wakeups import Tally
 from agent.host.reconcile import MachineOutcome, Outcome
+from agent.model.conditions import Reason, Status
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import (
     DeviceNode,
@@ -13,6 +14,7 @@ from agent.model.facts import (
     GpuFacts,
     GpuFault,
     GpuTest,
+    HostCheck,
     MachineFacts,
     StagedRoot,
     UserSpace,
@@ -54,6 +56,7 @@ def facts(now: float = 1.7e9, host: int = 0, model: str = "NVIDIA H100 80GB HBM3
         machines=(MachineFacts(name=MACHINE, root="/", unit_state="active"),),
         staged=(root,),
         gpus=GpuFacts(faults={ADDRESSES[7]: fault}, tests=dict.fromkeys(ADDRESSES, GpuTest("passed", now))),
+        checks=(HostCheck("DiskHealthy", Status.TRUE, Reason.CHECK_PASSED, "90 % free", now),),
         state_free=20 << 30,
     )
 

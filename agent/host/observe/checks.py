@@ -117,12 +117,12 @@ def _ended(system: System, path: str) -> tuple[int, str]:
 
 
 def _fault(system: System, path: str) -> str:
-    """Return why a file must not run, with advice; empty if it may. Raises OSError."""
+    """Return why a file must not run; empty if it may. Raises OSError."""
     real = system.real_path(path)
     why = untrusted_component(system, path) or file_fault(system, real, root_owned=True)
     if not why and not system.is_program(real):
         why = "it is not executable"
-    return f"{real} must not run: {why}; run `chown root:root` and `chmod 755` for it" if why else ""
+    return f"{real} must not run: {why}" if why else ""
 
 
 def observe_checks(system: System, ages: Ages) -> tuple[tuple[HostCheck, ...], str]:
