@@ -9,7 +9,7 @@ import time
 from threading import Thread
 from typing import Annotated
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from agent.host.state.records import Digested, Time
 from agent.model.conditions import ConditionType, Reason, Status
@@ -56,13 +56,8 @@ class CheckResult(Struct, frozen=True):
     """The id of the check's process, if that cannot be killed. The check does not run again until the process ends."""
 
 
-class CheckResults(Struct, frozen=True):
-    """The results of one run, by the checks' names."""
-
-    checks: dict[str, CheckResult] = field(default_factory=dict)
-
-
-_FORMAT = Digested(CheckResults)
+_RESULTS = Digested(dict[str, CheckResult])
+"""The results of one run, by the checks' names."""
 
 
 def run_checks(system: System, output: int) -> None:
@@ -81,7 +76,7 @@ def run_checks(system: System, output: int) -> None:
         each.start()
     for each in threads:
         each.join()
-    data = _FORMAT.render(CheckResults(found))
+    data = _RESULTS.render(found)
     # A reader in between finds a digest that does not match.
     os.pwrite(output, data, 0)
     os.ftruncate(output, len(data))
@@ -161,7 +156,7 @@ def _read(system: System) -> tuple[dict[str, CheckResult], float, str]:
     """Return the results and when they were written, in seconds since the epoch; or why there are none."""
     try:
         data, changed = system.read_untrusted(CHECK_RESULTS, RESULTS_LIMIT)
-        return _FORMAT.parse(CHECK_RESULTS, data).checks, changed, ""
+        return _RESULTS.parse(CHECK_RESULTS, data), changed, ""
     except OSError as error:
         return {}, 0.0, classify_error(CHECK_RESULTS, error).why
     except DocumentError as error:

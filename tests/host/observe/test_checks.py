@@ -220,7 +220,7 @@ def test_the_time_is_that_of_the_change(host: Host, programs: Programs, monkeypa
         monkeypatch.setattr(time, "time", lambda at=now + after: at)
         run(host)
         results = json.loads(Path(host.full_path(CHECK_RESULTS)).read_bytes())
-        times.append(results["content"]["checks"]["Disk"]["since"] - now)
+        times.append(results["content"]["Disk"]["since"] - now)
     assert [round(each) for each in times] == [0, 0, 120, 120, 120]
     (shown,), _ = observe_checks(host, Ages())
     assert shown == HostCheck("Disk", Status.FALSE, Reason.CHECK_FAILED, "it printed nothing", now - 90), "not later"
