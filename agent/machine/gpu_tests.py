@@ -13,7 +13,14 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from agent.machine.kubelet import CHECKPOINT, CHECKPOINT_LIMIT, Allocation, allocations
+from agent.machine.kubelet import (
+    CHECKPOINT,
+    CHECKPOINT_LIMIT,
+    Allocation,
+    allocations,
+    device_name,
+    published_devices,
+)
 from agent.machine.notes import InBackground, in_words
 from agent.machine.vendors import VENDORS
 from agent.model.contract import (
@@ -30,7 +37,7 @@ from agent.model.contract import (
 from agent.model.device import gives_gpus
 from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError, UnkillableError
 from agent.model.handoff import SIZE_LIMIT, Request, parse_handoff
-from agent.model.json_document import accept_version, get, objects, parse_json, parse_object, require_object, strings
+from agent.model.json_document import accept_version, get, objects, parse_object, require_object, strings
 from agent.model.paths import (
     DRA_CLAIMS,
     GPU_TEST_NAME,
@@ -38,7 +45,6 @@ from agent.model.paths import (
     HANDOFF_NAME,
     MACHINE_HANDOFF_DIRECTORY,
     MACHINE_REPORT_DIRECTORY,
-    REPORT_NAME,
 )
 from agent.model.text import one_line, quoted
 from agent.system.deadlines import bounded
@@ -147,31 +153,16 @@ def _devices(system: System, request: GpuTestRequest, gpu: GpuToTest) -> list[_D
         vendor = VENDORS.get(granted.vendor)
         if vendor is None or not vendor.test_program:
             return [_Device(problem=f"there is no test for this vendor ({granted.vendor})")]
-        devices = _published(system, vendor, granted, gpu)
+        published = published_devices(system, vendor, granted)
+        devices = tuple(each for each in published if each.pci_address == gpu.pci_address)
         if not devices:
             return [_Device(problem="the CDI specification does not name it: see CDISpecCurrent")]
         if not request.force and (problem := _taken(system, vendor, granted, gpu, devices)):
             return [_Device(problem=problem)]
-        return [_Device(vendor, _uuid(each), bool(each.partition)) for each in devices]
+        return [_Device(vendor, device_name(each), bool(each.partition)) for each in devices]
     # Any exception: files of pods may have unexpected content, and the other GPUs are tested all the same.
     except Exception as error:
         return [_Device(problem=f"cannot tell whether it may be tested: {in_words(error)}")]
-
-
-def _uuid(device: AllocatableDevice) -> str:
-    return device.cdi_names[0].rpartition("=")[2]
-
-
-def _published(
-    system: System, vendor: MachineVendor, granted: Request, gpu: GpuToTest
-) -> tuple[AllocatableDevice, ...]:
-    """Return the GPU's devices in the published specification, of which the machine's last report has the names."""
-    report = parse_object(REPORT_NAME, system.read(f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}", SIZE_LIMIT))
-    # With several vendors, the names are qualified.
-    names = frozenset(each.rpartition("=")[2] for each in strings(REPORT_NAME, report, "cdi_devices"))
-    spec = parse_json(system.read_untrusted(vendor.spec_path)[0])
-    found = vendor.allocatable(spec, granted, names)
-    return tuple(each for each in found if each.pci_address == gpu.pci_address)
 
 
 def _taken(
@@ -185,7 +176,7 @@ def _taken(
 
     That a process has it open is no proof: device plugins and monitors keep all GPUs open.
     """
-    uuids = {vendor.gpu_of(_uuid(each), granted) for each in devices}
+    uuids = {vendor.gpu_of(device_name(each), granted) for each in devices}
     for allocation in _allocations(system):
         if gives_gpus(allocation.resource, vendor.resource_prefix, vendor.harmless_resources):
             found = {vendor.gpu_of(each, granted) for each in allocation.ids}
