@@ -212,6 +212,8 @@ def offered_gpus(system: System, vendor: MachineVendor, granted: Request, ages: 
     GPUs. An id of an unknown form may be any GPU's. The kubelet keeps the list of a plugin that has just ended for five
     minutes, and a plugin that starts again may offer a GPU that it had withdrawn. Raises OSError.
     """
+    if not system.is_directory(PLUGINS):
+        return set()
     try:
         plugin = _read_plugin(system, vendor, ages)
     except DocumentError:
