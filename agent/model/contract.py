@@ -229,6 +229,13 @@ class GpuTestResult(NamedTuple):
     slow: tuple[str, ...] = ()
     """The figures below their floors. If there are any, nothing else is wrong."""
     finished: float = 0.0
+    peer: str = ""
+    """The other GPU's PCI address if this is the test of the way to it."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it says something about the GPU: two GPUs that cannot reach each other are no fault."""
+        return not self.peer or self.result is not GpuTestEnd.NOT_RUN
 
 
 class GpuTestResults(NamedTuple):
