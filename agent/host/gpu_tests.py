@@ -290,7 +290,9 @@ def _record(system: System, address: str, results: Iterable[GpuTestResult], *, j
         return
     ended = (FAILED, SLOW, *(PEER_FAILED for each in counting if each.peer))
     record_test(system, address, worst.result, ended if worst.result is GpuTestEnd.PASSED else ())
-    again, now = f"`unbounded-agent gpus test {address}{f' {worst.peer}' if worst.peer else ''}`", time.time()
+    again, now = f"`unbounded-agent gpus test {address}`", time.time()
+    if worst.peer:
+        again = f"`unbounded-agent gpus test {address} {worst.peer}`"
     if worst.result is GpuTestEnd.FAILED and worst.slow:
         if not judged:
             return

@@ -197,6 +197,9 @@ def test_a_cordon_of_somebody_else_is_never_lifted(node: Node) -> None:
     person(node, cordons=True)
     fence(node, FIRST)
     assert run(node) == "somebody else has cordoned the node, and has to uncordon it"
+    advertise(node, UUIDS[1])
+    run(node)
+    assert state(node) == (True, None)
     fence(node)
     run(node)
     assert state(node) == (True, None)
