@@ -253,11 +253,14 @@ def _tested(system: System, request: GpuTestRequest, gpu: GpuToTest, device: _De
         return not_run, False
     link = gpu.link_speed and gpu.link_width and not device.is_part
     arguments = ("--link-speed", str(gpu.link_speed), "--link-width", str(gpu.link_width)) if link else ()
-    before = _errors(system, device, gpu)
+    before, stuck = _errors(system, device, gpu)
+    if stuck:
+        not_run = GpuTestResult(gpu.pci_address, device.uuid, GpuTestEnd.NOT_RUN, message=stuck, finished=time.time())
+        return not_run, True
     result, unkillable = _watched(
         system, request, gpu, device, "--seconds", str(request.seconds), *arguments, limit=request.seconds
     )
-    after = {} if unkillable else _errors(system, device, gpu)
+    after, stuck = ({}, "") if unkillable else _errors(system, device, gpu)
     if known := before.keys() & after.keys():
         # A counter that has begun again says nothing about this time.
         count = max(0, *(after[each] - before[each] for each in known))
@@ -265,18 +268,23 @@ def _tested(system: System, request: GpuTestRequest, gpu: GpuToTest, device: _De
         if count and not result.result.is_bad:
             message = f"the GPU counted {count} more uncorrected ECC errors"
             result = result._replace(result=GpuTestEnd.FAILED, step="memory errors", message=message)
-    return result, unkillable
+    return result, unkillable or bool(stuck)
 
 
-def _errors(system: System, device: _Device, gpu: GpuToTest) -> Mapping[str, int]:
-    """Return the GPU's counts of memory errors; none if they are not known, which says nothing about the GPU."""
+def _errors(system: System, device: _Device, gpu: GpuToTest) -> tuple[Mapping[str, int], str]:
+    """Return the GPU's counts of memory errors, and why the program that asks cannot be killed, if so.
+
+    If the counts are not known, there are none, which says nothing about the GPU.
+    """
     if not (device.vendor and device.granted):
-        return {}
+        return {}, ""
     try:
-        return device.vendor.uncorrected_errors(system, device.granted, gpu.pci_address)
+        return device.vendor.uncorrected_errors(system, device.granted, gpu.pci_address), ""
+    except UnkillableError as error:
+        return {}, one_line(f"the question about its ECC errors cannot be killed: {error}")[:SHOWN]
     except (AgentError, OSError) as error:
         say(INFO, f"{gpu.pci_address}: its ECC errors are not known: {error}")
-        return {}
+        return {}, ""
 
 
 def _tested_pair(

@@ -11,7 +11,6 @@ says whether the Node is cordoned: a machine half that was killed goes on from w
 
 import contextlib
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from agent.machine.kubelet import offered_gpus
 from agent.machine.vendors import VENDORS
@@ -38,16 +37,19 @@ TRIES = 3
 def settle_cordon(system: System, kubelet: Kubelet, ages: Ages, before: str) -> str:
     """Cordon or uncordon the Node if needed, and return Report.cordon. `before` is that of the last run."""
     try:
-        return _settle(system, kubelet, ages)
+        fenced: tuple[FencedGpu, ...] = ()
+        with contextlib.suppress(FileNotFoundError):
+            fenced = parse_host_status(system.read(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}")).fenced
     except DocumentError:
         # Another condition names the document. Without it, nothing is known, and so nothing changes.
         return before
+    try:
+        return _settle(system, kubelet, fenced, ages)
     except (AgentError, OSError) as error:
         return f"cannot tell the Node which GPUs are fenced, and tries again: {error}"
 
 
-def _settle(system: System, kubelet: Kubelet, ages: Ages) -> str:
-    fenced = _fenced(system)
+def _settle(system: System, kubelet: Kubelet, fenced: Sequence[FencedGpu], ages: Ages) -> str:
     recorded = system.read_text(NODE_CORDON_MARK).strip() if system.exists(NODE_CORDON_MARK) else ""
     if not fenced and not recorded:
         return ""
@@ -61,13 +63,6 @@ def _settle(system: System, kubelet: Kubelet, ages: Ages) -> str:
         with contextlib.suppress(ConflictError):
             return _change(system, identity, fenced, wanted)
     return _change(system, identity, fenced, wanted)
-
-
-def _fenced(system: System) -> tuple[FencedGpu, ...]:
-    try:
-        return parse_host_status(system.read(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}")).fenced
-    except FileNotFoundError:
-        return ()
 
 
 def _offered(system: System, fenced: Sequence[FencedGpu], ages: Ages) -> tuple[FencedGpu, ...]:
@@ -87,7 +82,8 @@ def _change(system: System, identity: Identity, fenced: Sequence[FencedGpu], wan
     except NotFoundError:
         system.remove(NODE_CORDON_MARK)
         return f"the API server has no node {identity.node}"
-    is_cordoned, found = _state(node)
+    is_cordoned = (node.get("spec") or {}).get("unschedulable") is True
+    found = (node["metadata"].get("annotations") or {}).get(CORDONED_FOR)
     cordoned, noted, said = decide(is_cordoned, found, _words(fenced), _words(wanted))
     if noted is not None:
         # First, so that a run after this one, without the host status, looks at the Node.
@@ -100,12 +96,6 @@ def _change(system: System, identity: Identity, fenced: Sequence[FencedGpu], wan
     if noted is None:
         system.remove(NODE_CORDON_MARK)
     return said
-
-
-def _state(node: dict[str, Any]) -> tuple[bool, str | None]:
-    """Return whether the Node is cordoned, and its annotation."""
-    annotation = (node["metadata"].get("annotations") or {}).get(CORDONED_FOR)
-    return (node.get("spec") or {}).get("unschedulable") is True, annotation
 
 
 def _words(gpus: Sequence[FencedGpu]) -> list[str]:

@@ -158,6 +158,23 @@ def test_ecc_errors_during_a_test(ready: Machine, answer: Answer, end: str, erro
         assert (found["step"], message) == ("memory errors", "the GPU counted 2 more uncorrected ECC errors")
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_question_that_cannot_be_killed_is_the_last_program(ready: Machine, when: str) -> None:
+    """Otherwise the next GPU's test could wait for the same lock of the driver, and count as hung."""
+    answer = smi_health(*GPUS, fields=(UNCORRECTED,))
+
+    def asked(argv: tuple[str, ...]) -> Completed:
+        if "--help-query-gpu" in argv or (when == "after" and not computed(ready)):
+            return answer(argv)
+        raise StillRunningError("no answer within 5 s", 4711)
+
+    ready.program("nvidia-smi of health", asked)
+    first, second = ends(ready)
+    assert first[0] == ("not-run" if when == "before" else "passed")
+    assert second == ("not-run", f"the test of {GPUS[0]} waits in the kernel, and cannot be killed")
+    assert len(computed(ready)) == (0 if when == "before" else 1)
+
+
 def test_ecc_errors_do_not_hide_what_a_test_found(ready: Machine) -> None:
     ready.program("nvidia-smi of health", counts("7", "9"))
     ready.program("gpu_test", program(1, result="failed", step="memory", message="wrong words: 3"))

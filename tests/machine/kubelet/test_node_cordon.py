@@ -24,7 +24,7 @@ from tests.fakes.kubelet import PLUGIN_SOCKET, UUIDS, Kubelet
 from tests.fakes.machine import GPUS, gpu_machine
 from tests.fakes.mig import MIG_REQUEST, mig_spec
 from tests.fakes.mig import UUIDS as PARTS
-from tests.fakes.node import KUBELET, NODE, READY, Node
+from tests.fakes.node import KUBECONFIG, KUBELET, NODE, READY, Node
 
 FIRST, SECOND = FencedGpu(GPUS[0], "Xid48"), FencedGpu(GPUS[1], "TestFailed")
 WORD, OTHER = (f"{each.pci_address}={each.reason}" for each in (FIRST, SECOND))
@@ -283,6 +283,12 @@ def test_a_refusal_is_said_and_the_condition_is_set_all_the_same(node: Node) -> 
     node.api.answer = lambda _, path: refused if path == PATH else None
     assert "403 Forbidden: no" in run(node)
     assert node.outcome() == ("True", "Set")
+
+
+def test_a_kubeconfig_that_cannot_be_used_is_named(node: Node) -> None:
+    fence(node, FIRST)
+    node.put(KUBECONFIG, "{")
+    assert f"tries again: {KUBECONFIG}: not JSON" in run(node)
 
 
 def test_a_run_that_is_killed_after_the_cordon_leaves_it_to_the_next_one(node: Node) -> None:
