@@ -114,6 +114,8 @@ FIGURES = {
     "memory_bandwidth": "memory {}/s",
     "device_to_host": "to the host {}/s",
     "host_to_device": "from the host {}/s",
+    "peer_to": "to it {}/s",
+    "peer_from": "from it {}/s",
 }
 """The figures of a test that are shown, in this order."""
 
@@ -122,7 +124,11 @@ def _test_lines(tried: TriedGpu) -> Iterator[str]:
     address, own = tried.gpu.pci_address, tried.gpu.uuid
     for each in tried.results:
         device = address if each.uuid in ("", own) else f"{address} {each.uuid}"
+        device += f" with {each.peer}" if each.peer else ""
         shown = [text.format(_bytes(each.figures[name])) for name, text in FIGURES.items() if name in each.figures]
+        if each.result is GpuTestEnd.PASSED and not each.peer:
+            known = "uncorrected_errors" in each.figures
+            shown.append("no new uncorrected ECC error" if known else "uncorrected ECC errors not known")
         took = f" ({each.figures['seconds']:.0f} s)" if "seconds" in each.figures else ""
         said = "; ".join(filter(None, (each.step and f"step {each.step}", each.message, ", ".join(shown))))
         yield f"{device} {each.result}{': ' if said else ''}{said}{took}"

@@ -56,7 +56,7 @@ def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
     if not options.kubeconfig:
         # The cluster is not observed. So the steps have NODE and RESOURCE (the device plugin's resource), which the
         # user must replace. The resource's count is unknown: it is 0 here, because a count of 0 is not printed.
-        node = Node(options.node or "NODE", False, True, {}, {"RESOURCE": "0"}, (), (), ())
+        node = Node(options.node or "NODE", False, False, True, {}, {"RESOURCE": "0"}, (), (), ())
         listed = steps(options.to, machine, node, reconciler, reconciler.preview()[0])
         say(line for number, step in enumerate(listed, start=1) for line in step.lines(number))
         return 0

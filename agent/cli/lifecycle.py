@@ -1,14 +1,14 @@
 """`unbounded-agent start`, `stop` and `restart`: start or stop a machine, and move its pods away before it stops."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from agent.cli.host import settings_of
 from agent.cli.output import print_machines
 from agent.cli.printing import report_failures
-from agent.host.allocation import UNSCHEDULABLE, cordon, recorded_node
+from agent.host.allocation import CORDONED, UNSCHEDULABLE, cordon, recorded_node
 from agent.host.joining import Watch
 from agent.host.provision.apply import STOP_LIMIT
 from agent.host.reconcile import Reconciler
@@ -16,7 +16,7 @@ from agent.host.state.locks import machine_locks
 from agent.host.state.records import mark_start
 from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Absent, Broken, Unseen
-from agent.model.paths import cordoned_file, machine_unit
+from agent.model.paths import CORDONED_FOR, cordoned_file, machine_unit
 
 DRAIN_LIMIT = 600.0
 """Seconds that pods get to move to other nodes. kubectl waits for their disruption budgets."""
@@ -62,7 +62,8 @@ def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     outcome, failures = watch.start()
     print_machines(watch.machines(outcome), reconciler)
     ready = not failures and watch.all_ready(outcome)
-    failures += _uncordon(name, reconciler, kubeconfig, ready=ready)
+    fenced = [gpu for each in watch.machines(outcome) for gpu in reconciler.cordons_for(each, outcome.facts)]
+    failures += _uncordon(name, reconciler, kubeconfig, ready=ready, fenced=[gpu.pci_address for gpu in fenced])
     return report_failures(failures) or (0 if ready else 1)
 
 
@@ -121,9 +122,9 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
     system = reconciler.system
     node = recorded_node(name, system, "drain it with kubectl, then use --no-drain")
     kubectl = partial(_kubectl, reconciler, kubeconfig)
-    if kubectl(*UNSCHEDULABLE, node).strip() != "true":
+    if (found := kubectl(*UNSCHEDULABLE, node).strip()) != CORDONED:
         reconciler.progress(f"cordon node {node}")
-        cordon(name, node, kubectl, system)
+        cordon(name, node, kubectl, system, again=found.startswith(CORDONED))
     reconciler.progress(f"drain node {node}, up to {DRAIN_LIMIT:.0f} s")
     arguments = ("--ignore-daemonsets", "--delete-emptydir-data", f"--timeout={DRAIN_LIMIT:.0f}s")
     undo = f"`unbounded-agent start {name} --kubeconfig FILE`"
@@ -136,8 +137,12 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
         raise CommandError(error.argv, what, error.stderr, hint) from error
 
 
-def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool) -> tuple[str, ...]:
+def _uncordon(
+    name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool, fenced: Sequence[str]
+) -> tuple[str, ...]:
     """Uncordon the machine's node if the agent cordoned it, the machine is ready, and there is a kubeconfig.
+
+    With `fenced` GPUs, the machine does that, as with its own cordon: new pods must not get these GPUs meanwhile.
 
     If the agent cordoned the node and it stays cordoned, return a sentence that says why; otherwise, return nothing.
     """
@@ -150,12 +155,17 @@ def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool
         return (f"node {node} stays cordoned, because its machine is not ready: {see}",)
     if not kubeconfig:
         return (f"this agent cordoned node {node}, and has not uncordoned it: run {again} to uncordon it",)
-    reconciler.progress(f"uncordon node {node}")
+    change = ("annotate", "--overwrite", "node", node, f"{CORDONED_FOR}=start") if fenced else ("uncordon", node)
+    if not fenced:
+        reconciler.progress(f"uncordon node {node}")
     try:
-        _kubectl(reconciler, kubeconfig, "uncordon", node)
+        _kubectl(reconciler, kubeconfig, *change)
     except CommandError as error:
         return (f"node {node} is still cordoned: {error}",)
     system.remove(note)
+    if fenced:
+        until = "is healthy, or the device plugin withdraws it; see GPUsHealthy in `unbounded-agent status --wide`"
+        return (f"node {node} stays cordoned by its machine until {', '.join(fenced)} {until}",)
     return ()
 
 

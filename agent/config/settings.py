@@ -667,6 +667,9 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     node_condition: bool = False
     """Set the condition `GPUReady` on the machine's Node object, with the identity of the machine's kubelet. Needs
     `kubectl` in the machine (docs/conditions.md#nodeconditionset)."""
+    cordon_node: bool = True
+    """Cordon the machine's Node while a device plugin offers a GPU that needs a reset or a reboot, or is broken
+    (docs/conditions.md#the-cordon-for-a-gpu)."""
     validation_markers: bool = False
     """Make the files `driver-ready` and `toolkit-ready` in the machine's `/run/nvidia/validations`. Components of
     NVIDIA's GPU Operator wait for them. Leave it off if the Operator's own validator runs

@@ -23,7 +23,7 @@ from agent.model.errors import CommandError, ConfigError, DocumentError, ExitCod
 from agent.model.facts import Absent, Facts
 from agent.model.handoff import DRA
 from agent.model.json_document import parse_object
-from agent.model.paths import DRA_DRIVER, cordoned_file
+from agent.model.paths import CORDONED_FOR, DRA_DRIVER, cordoned_file
 from agent.system.files import System
 
 DIRECTORY = f"{os.path.dirname(agent.__file__)}/manifests"
@@ -39,8 +39,11 @@ CLAIM_LINES = (
 """The form of kubectl's output for `parse_claimants`: a line for each claim. In this form, a claim takes 60 bytes; as
 JSON, it would take 3000. A cluster has many thousands of claims."""
 PLUGIN = "the vendor's device plugin"
-UNSCHEDULABLE = ("get", "--output=jsonpath={.spec.unschedulable}", "node")
-"""kubectl's arguments before a node's name: it prints "true" if the node is cordoned."""
+CORDONED = "true"
+_FOR_GPUS = CORDONED_FOR.replace(".", r"\.")
+UNSCHEDULABLE = ("get", f"--output=jsonpath={{.spec.unschedulable}}{{.metadata.annotations.{_FOR_GPUS}}}", "node")
+"""kubectl's arguments before a node's name: it prints CORDONED if the node is cordoned, with something after it if the
+machine did that for a fenced GPU."""
 KUBECTL_LIMIT = 60.0
 """Seconds for one run of kubectl."""
 
@@ -50,6 +53,8 @@ class Node(Struct, frozen=True):
 
     name: str
     cordoned: bool
+    cordoned_for_gpus: bool
+    """Whether its machine has cordoned it, and lifts that when no GPU is fenced."""
     cordoned_by_agent: bool
     """Whether the agent has cordoned the node."""
     allocatable: Mapping[str, str]
@@ -91,8 +96,10 @@ def recorded_node(name: str, system: System, advice: str) -> str:
     raise ConfigError(f"{name}: {what}: {why}", advice)
 
 
-def cordon(machine: str, node: str, kubectl: Callable[..., str], system: System) -> None:
+def cordon(machine: str, node: str, kubectl: Callable[..., str], system: System, *, again: bool = False) -> None:
     """Cordon the machine's node. `kubectl` runs that program with the arguments.
+
+    `again`: it is cordoned for a fenced GPU. Without the annotation, the machine no longer lifts that.
 
     The note comes first, so that `start` uncordons the node if this command is never repeated. It is removed if the
     node was not cordoned.
@@ -100,9 +107,11 @@ def cordon(machine: str, node: str, kubectl: Callable[..., str], system: System)
     system.write(note := cordoned_file(machine), f"{node}\n".encode(), 0o600)
     try:
         kubectl("cordon", node)
+        if again:
+            kubectl("annotate", "node", node, f"{CORDONED_FOR}-")
     except ExitCodeError:
         with suppress(CommandError):
-            if kubectl(*UNSCHEDULABLE, node).strip() != "true":
+            if kubectl(*UNSCHEDULABLE, node).strip() != CORDONED:
                 system.remove(note)
         raise
 
@@ -236,7 +245,11 @@ def to_device_plugin(machine: str, node: Node, configured: str) -> tuple[Step, .
 
 
 def _cordon(node: Node) -> Step:
-    return Step("keep new pods off the node", node.cordoned, (f"kubectl cordon {node.name}",), ("cordon", node.name))
+    commands: tuple[str, ...] = (f"kubectl cordon {node.name}",)
+    if node.cordoned_for_gpus:
+        commands += (f"kubectl annotate node {node.name} {CORDONED_FOR}-",)
+    done = node.cordoned and not node.cordoned_for_gpus
+    return Step("keep new pods off the node", done, commands, ("cordon", node.name))
 
 
 def _uncordon(node: Node) -> Step:
@@ -292,7 +305,7 @@ class Move(Struct, frozen=True):
             if not step.done and step.kubectl:
                 system = self.reconciler.system
                 if step.kubectl[0] == "cordon":
-                    cordon(self.machine, self.node, self._kubectl, system)
+                    cordon(self.machine, self.node, self._kubectl, system, again=len(step.commands) > 1)
                 else:
                     self._kubectl(*step.kubectl)
                 if step.kubectl[0] == "uncordon":
@@ -314,6 +327,7 @@ class Move(Struct, frozen=True):
             observed = Node(
                 self.node,
                 bool(node["spec"].get("unschedulable")),
+                CORDONED_FOR in (node["metadata"].get("annotations") or {}),
                 self.reconciler.system.exists(cordoned_file(self.machine)),
                 parse_counts(node, "allocatable", self.gives_gpus),
                 parse_counts(node, "capacity", self.gives_gpus),

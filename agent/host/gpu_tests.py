@@ -54,7 +54,7 @@ EQUAL = 0.9
 COMPARED = ("memory_bandwidth", "device_to_host", "host_to_device")
 """Figures by which GPUs are compared, in bytes per second."""
 SEE = "see `journalctl -M {} -u unbounded-agent-gpu-test`"
-FAILED, SLOW = "TestFailed", "TestSlow"
+FAILED, PEER_FAILED, SLOW = "TestFailed", "PeerTestFailed", "TestSlow"
 """Reasons of faults."""
 
 
@@ -65,7 +65,7 @@ class TriedGpu(Struct, frozen=True):
     machine: str
     """Empty if no machine was asked."""
     results: tuple[GpuTestResult, ...]
-    """One for each of its MIG devices, or only one."""
+    """One for each of its MIG devices; or one for itself, and one for the way to each of up to two other GPUs."""
     slower: Mapping[str, float] = field(default_factory=dict)
     """The best of its equals by figure, for the figures in which it is slower."""
     alone: bool = False
@@ -74,7 +74,7 @@ class TriedGpu(Struct, frozen=True):
     @property
     def end(self) -> GpuTestEnd:
         """The worst result."""
-        return max((each.result for each in self.results), key=list(GpuTestEnd).index)
+        return max((each.result for each in self.results if each.counts), key=list(GpuTestEnd).index)
 
 
 def run_tests(
@@ -161,8 +161,8 @@ class _Tests(Struct):
     """Of whole GPUs, by address."""
     shared: frozenset[str]
     """GPUs that several machines have. No machine's word may cost, or give, another machine a GPU."""
-    results: dict[tuple[str, str], GpuTestResult] = field(default_factory=dict)
-    """By address and UUID."""
+    results: dict[tuple[str, str, str], GpuTestResult] = field(default_factory=dict)
+    """By address, UUID and peer."""
     began: set[str] = field(default_factory=set)
     complete: set[str] = field(default_factory=set)
     """Machines that have said all."""
@@ -198,7 +198,7 @@ class _Tests(Struct):
             if name not in self.problems:
                 self._read(name)
         waits = [name for name in self._machines if name not in self.problems]
-        tested = {address for address, _ in self.results}
+        tested = {address for address, *_ in self.results}
         left = [address for address, name in self.places.items() if name in waits and address not in tested]
         return None, f"waiting for {', '.join(waits)} to test {', '.join(left) or 'the rest'}" if waits else ""
 
@@ -211,7 +211,9 @@ class _Tests(Struct):
         except DocumentError as error:
             why = f": {error}"
         if said and said.id == self.request.id:
-            pairs = {(each.gpu, each.uuid): each for each in said.results if self.places.get(each.gpu) == name}
+            pairs = {
+                (each.gpu, each.uuid, each.peer): each for each in said.results if self.places.get(each.gpu) == name
+            }
             # What was read once stays: the machine's service may have been killed since.
             new = {pair: each for pair, each in pairs.items() if pair not in self.results}
             if len(self.results) + len(new) > DEVICES * len(self.places):
@@ -269,7 +271,7 @@ class _Tests(Struct):
     def _results(self, address: str) -> tuple[GpuTestResult, ...]:
         """Return the results of a GPU. If the machine has not said all, those of other MIG devices may be missing."""
         machine = self.places.get(address, "")
-        results = tuple(each for (tested, _), each in sorted(self.results.items()) if tested == address)
+        results = tuple(each for (tested, *_), each in sorted(self.results.items()) if tested == address)
         is_whole = any(each.uuid == self.uuids[address] for each in results if each.uuid)
         if results and (is_whole or machine in self.complete):
             return results
@@ -282,11 +284,15 @@ def _record(system: System, address: str, results: Iterable[GpuTestResult], *, j
 
     If not `judged`, other programs may have used the GPU: then it may be slow.
     """
-    worst = max(results, key=lambda each: (list(GpuTestEnd).index(each.result), not each.slow))
+    counting = [each for each in results if each.counts]
+    worst = max(counting, key=lambda each: (list(GpuTestEnd).index(each.result), not each.slow))
     if worst.result is GpuTestEnd.NOT_RUN:
         return
-    record_test(system, address, worst.result is GpuTestEnd.PASSED, worst.result)
+    ended = (FAILED, SLOW, *(PEER_FAILED for each in counting if each.peer))
+    record_test(system, address, worst.result, ended if worst.result is GpuTestEnd.PASSED else ())
     again, now = f"`unbounded-agent gpus test {address}`", time.time()
+    if worst.peer:
+        again = f"`unbounded-agent gpus test {address} {worst.peer}`"
     if worst.result is GpuTestEnd.FAILED and worst.slow:
         if not judged:
             return
@@ -296,8 +302,10 @@ def _record(system: System, address: str, results: Iterable[GpuTestResult], *, j
         step = f" (step: {worst.step})" if worst.step else ""
         what = "did not end" if worst.result is GpuTestEnd.HUNG else f"failed{step}"
         reset = f"`unbounded-agent gpus reset {address}`"
+        found = PEER_FAILED if worst.peer else FAILED
+        what = f"with {worst.peer} {what}; either may be at fault, or the host's IOMMU" if worst.peer else what
         meaning = f"its test {what}; run {reset}, then {again}: if it fails again, replace the GPU"
-        record_fault(system, address, GpuFault(FAILED, meaning, now, Verdict.NEEDS_RESET, now, GPU_TEST))
+        record_fault(system, address, GpuFault(found, meaning, now, Verdict.NEEDS_RESET, now, GPU_TEST))
 
 
 def _compared(tried: Sequence[TriedGpu]) -> tuple[TriedGpu, ...]:
@@ -335,6 +343,7 @@ class _Result(Struct, frozen=True):
     floors: Figures
     slow: Annotated[tuple[FigureName, ...], Meta(max_length=32)]
     finished: Time
+    peer: Annotated[str, Meta(pattern=r"\A[0-9a-f:.]{0,16}\Z")] = ""
 
 
 class _Results(Struct, frozen=True):

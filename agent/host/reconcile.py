@@ -28,10 +28,16 @@ from agent.host.state.records import (
     write_history,
 )
 from agent.host.verify import answers
-from agent.host.verify.gpu_states import gpu_states, own_fault, recovered_at, withheld
+from agent.host.verify.gpu_states import fenced_gpus, gpu_states, own_fault, recovered_at, withheld
 from agent.host.verify.readiness import Case, conditions, expected_gpus, lost_gpus
 from agent.model.conditions import Condition, ConditionType, Reason, Status, unknown, with_transitions
-from agent.model.contract import HealthQuestions, render_gpu_states, render_health_questions, render_host_status
+from agent.model.contract import (
+    FencedGpu,
+    HealthQuestions,
+    render_gpu_states,
+    render_health_questions,
+    render_host_status,
+)
 from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Broken, Facts, LiveSettings
 from agent.model.goal import Cleanup, Done, Fault, RemoveDriverRoot, RemoveStaleStaging, fault
@@ -282,9 +288,13 @@ class Reconciler(Struct):
             machines = self.evaluate(facts, planned, difference)
             failures = applied.failures + write_history(self.system, {each.name: each.conditions for each in machines})
             write_ages(self.system, self.memory.ages)
-            told = [each for each in machines if self.config.machines[each.name].node_condition]
-            ready = {each.name: render_host_status(each.ready, time.time()) for each in told}
-            failures += not_listed + not_recorded + publish_host_status(self.system, ready, with_state)
+            statuses = dict[str, bytes]()
+            for each in machines:
+                wanted, fenced = self.config.machines[each.name].node_condition, self.cordons_for(each, facts)
+                if wanted or fenced:
+                    status = render_host_status(each.ready, time.time(), node_condition=wanted, fenced=fenced)
+                    statuses[each.name] = status
+            failures += not_listed + not_recorded + publish_host_status(self.system, statuses, with_state)
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
             failures += remove_used_tokens(nodes, self.system)
             if applied.done or applied.failures or not published:
@@ -347,6 +357,13 @@ class Reconciler(Struct):
             outcome = replace(outcome, gpus=gpus, lost=lost, expected=expected, fault=faulted)
             machines.append(replace(outcome, startable=startable(machine, facts)))
         return tuple(machines)
+
+    def cordons_for(self, machine: MachineOutcome, facts: Facts) -> tuple[FencedGpu, ...]:
+        """Return the GPUs for which the machine cordons its Node, unless its device plugin has withdrawn them."""
+        settings = self.config.machines[machine.name]
+        if settings.allocation == DRA or not settings.cordon_node:
+            return ()
+        return fenced_gpus(machine.gpus, facts, machine.name)
 
     def _log_faults(self, machines: tuple[MachineOutcome, ...]) -> dict[str, tuple[str, ...]]:
         """Return the names of machines with a fault, by the sentence about the fault. Log tracebacks of new faults."""

@@ -1,5 +1,8 @@
 """Tests GPUs of this machine when the host asks for it, one after the other, and writes down what came of it.
 
+Then it tests the ways between those that have passed, each to the next one and the last to the first: that tries each
+GPU twice, in a time that grows with their number and not with its square.
+
 It is a service of its own, because a test takes long, and the GPU setup must not wait for it. Each device is tested by
 a program in a process of its own, which is killed if it hangs. A GPU that a pod has is not tested, unless the host
 forces it. If the host takes its request back, the test ends within a second: this process ends, and systemd kills what
@@ -9,11 +12,18 @@ it has started.
 import posixpath
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from agent.machine.kubelet import CHECKPOINT, CHECKPOINT_LIMIT, Allocation, allocations
+from agent.machine.kubelet import (
+    CHECKPOINT,
+    CHECKPOINT_LIMIT,
+    Allocation,
+    allocations,
+    device_name,
+    published_devices,
+)
 from agent.machine.notes import InBackground, in_words
 from agent.machine.vendors import VENDORS
 from agent.model.contract import (
@@ -30,7 +40,7 @@ from agent.model.contract import (
 from agent.model.device import gives_gpus
 from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError, UnkillableError
 from agent.model.handoff import SIZE_LIMIT, Request, parse_handoff
-from agent.model.json_document import accept_version, get, objects, parse_json, parse_object, require_object, strings
+from agent.model.json_document import accept_version, get, objects, parse_object, require_object, strings
 from agent.model.paths import (
     DRA_CLAIMS,
     GPU_TEST_NAME,
@@ -38,7 +48,6 @@ from agent.model.paths import (
     HANDOFF_NAME,
     MACHINE_HANDOFF_DIRECTORY,
     MACHINE_REPORT_DIRECTORY,
-    REPORT_NAME,
 )
 from agent.model.text import one_line, quoted
 from agent.system.deadlines import bounded
@@ -60,6 +69,8 @@ HOLDERS_LIMIT = 30.0
 """Seconds to search the machine's processes for those of pods that have a GPU open."""
 SHOWN = 500
 """Characters of a message that the host gets."""
+OPPOSITE = {"peer_to": "peer_from", "peer_from": "peer_to"}
+"""Figures of a way as the other GPU sees it."""
 ENDS = {"passed": GpuTestEnd.PASSED, "failed": GpuTestEnd.FAILED, "not run": GpuTestEnd.NOT_RUN}
 """How the program says that a test ended."""
 
@@ -68,6 +79,7 @@ class _Device(NamedTuple):
     """A device to test, or the reason why none of the GPU's devices can be tested."""
 
     vendor: MachineVendor | None = None
+    granted: Request | None = None
     uuid: str = ""
     is_part: bool = False
     problem: str = ""
@@ -110,6 +122,7 @@ def _answer(system: System, request: GpuTestRequest) -> None:
     A request is not worked on twice: if this process was killed, the host keeps the results that it has read.
     """
     before, results, stopped = _before(system), list[GpuTestResult](), ""
+    passed = dict[GpuToTest, _Device]()
     if before.get("id") == request.id:
         if before.get("done") is not True:
             _write(system, GpuTestResults(request.id, True))
@@ -123,7 +136,22 @@ def _answer(system: System, request: GpuTestRequest) -> None:
             _write(system, GpuTestResults(request.id, False, tuple(results)))
             if unkillable:
                 stopped = f"the test of {gpu.pci_address} waits in the kernel, and cannot be killed"
+            if result.result is GpuTestEnd.PASSED and not device.is_part:
+                passed[gpu] = device
+    for first, second in ring([] if stopped else [*passed]):
+        found, unkillable = _tested_pair(system, request, first, second)
+        results += found
+        say(INFO, f"{first.pci_address} with {second.pci_address}: {found[0].result} {found[0].message}")
+        _write(system, GpuTestResults(request.id, False, tuple(results)))
+        if unkillable:
+            break
     _write(system, GpuTestResults(request.id, True, tuple(results)))
+
+
+def ring(gpus: Sequence[GpuToTest]) -> list[tuple[GpuToTest, GpuToTest]]:
+    """Return each with the next one. Two have only one way between them."""
+    pairs = [*zip(gpus, [*gpus[1:], *gpus[:1]], strict=True)]
+    return pairs if len(gpus) > 2 else pairs[: len(gpus) - 1]
 
 
 def _before(system: System) -> Mapping[str, Any]:
@@ -147,31 +175,16 @@ def _devices(system: System, request: GpuTestRequest, gpu: GpuToTest) -> list[_D
         vendor = VENDORS.get(granted.vendor)
         if vendor is None or not vendor.test_program:
             return [_Device(problem=f"there is no test for this vendor ({granted.vendor})")]
-        devices = _published(system, vendor, granted, gpu)
+        published = published_devices(system, vendor, granted)
+        devices = tuple(each for each in published if each.pci_address == gpu.pci_address)
         if not devices:
             return [_Device(problem="the CDI specification does not name it: see CDISpecCurrent")]
         if not request.force and (problem := _taken(system, vendor, granted, gpu, devices)):
             return [_Device(problem=problem)]
-        return [_Device(vendor, _uuid(each), bool(each.partition)) for each in devices]
+        return [_Device(vendor, granted, device_name(each), bool(each.partition)) for each in devices]
     # Any exception: files of pods may have unexpected content, and the other GPUs are tested all the same.
     except Exception as error:
         return [_Device(problem=f"cannot tell whether it may be tested: {in_words(error)}")]
-
-
-def _uuid(device: AllocatableDevice) -> str:
-    return device.cdi_names[0].rpartition("=")[2]
-
-
-def _published(
-    system: System, vendor: MachineVendor, granted: Request, gpu: GpuToTest
-) -> tuple[AllocatableDevice, ...]:
-    """Return the GPU's devices in the published specification, of which the machine's last report has the names."""
-    report = parse_object(REPORT_NAME, system.read(f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}", SIZE_LIMIT))
-    # With several vendors, the names are qualified.
-    names = frozenset(each.rpartition("=")[2] for each in strings(REPORT_NAME, report, "cdi_devices"))
-    spec = parse_json(system.read_untrusted(vendor.spec_path)[0])
-    found = vendor.allocatable(spec, granted, names)
-    return tuple(each for each in found if each.pci_address == gpu.pci_address)
 
 
 def _taken(
@@ -185,7 +198,7 @@ def _taken(
 
     That a process has it open is no proof: device plugins and monitors keep all GPUs open.
     """
-    uuids = {vendor.gpu_of(_uuid(each), granted) for each in devices}
+    uuids = {vendor.gpu_of(device_name(each), granted) for each in devices}
     for allocation in _allocations(system):
         if gives_gpus(allocation.resource, vendor.resource_prefix, vendor.harmless_resources):
             found = {vendor.gpu_of(each, granted) for each in allocation.ids}
@@ -238,11 +251,67 @@ def _tested(system: System, request: GpuTestRequest, gpu: GpuToTest, device: _De
         why = one_line(device.problem)[:SHOWN]
         not_run = GpuTestResult(gpu.pci_address, device.uuid, GpuTestEnd.NOT_RUN, message=why, finished=time.time())
         return not_run, False
-    program = f"{posixpath.dirname(__file__)}/{device.vendor.test_program}"
     link = gpu.link_speed and gpu.link_width and not device.is_part
     arguments = ("--link-speed", str(gpu.link_speed), "--link-width", str(gpu.link_width)) if link else ()
-    argv = (sys.executable, "-I", "-S", program, device.uuid, "--seconds", str(request.seconds), *arguments)
-    running = InBackground(lambda: _run(system, argv, request.seconds + FIRST_CONTEXT))
+    before, stuck = _errors(system, device, gpu)
+    if stuck:
+        not_run = GpuTestResult(gpu.pci_address, device.uuid, GpuTestEnd.NOT_RUN, message=stuck, finished=time.time())
+        return not_run, True
+    result, unkillable = _watched(
+        system, request, gpu, device, "--seconds", str(request.seconds), *arguments, limit=request.seconds
+    )
+    after, stuck = ({}, "") if unkillable else _errors(system, device, gpu)
+    if known := before.keys() & after.keys():
+        # A counter that has begun again says nothing about this time.
+        count = max(0, *(after[each] - before[each] for each in known))
+        result = result._replace(figures={**result.figures, "uncorrected_errors": count})
+        if count and not result.result.is_bad:
+            message = f"the GPU counted {count} more uncorrected ECC errors"
+            result = result._replace(result=GpuTestEnd.FAILED, step="memory errors", message=message)
+    return result, unkillable or bool(stuck)
+
+
+def _errors(system: System, device: _Device, gpu: GpuToTest) -> tuple[Mapping[str, int], str]:
+    """Return the GPU's counts of memory errors, and why the program that asks cannot be killed, if so.
+
+    If the counts are not known, there are none, which says nothing about the GPU.
+    """
+    if not (device.vendor and device.granted):
+        return {}, ""
+    try:
+        return device.vendor.uncorrected_errors(system, device.granted, gpu.pci_address), ""
+    except UnkillableError as error:
+        return {}, one_line(f"the question about its ECC errors cannot be killed: {error}")[:SHOWN]
+    except (AgentError, OSError) as error:
+        say(INFO, f"{gpu.pci_address}: its ECC errors are not known: {error}")
+        return {}, ""
+
+
+def _tested_pair(
+    system: System, request: GpuTestRequest, first: GpuToTest, second: GpuToTest
+) -> tuple[list[GpuTestResult], bool]:
+    """Return the result for each of two GPUs, and whether the program cannot be killed. Raises _WithdrawnError.
+
+    Since they were tested alone, a pod may have got one.
+    """
+    one, other = (_devices(system, request, each)[0] for each in (first, second))
+    if why := one_line(one.problem or other.problem)[:SHOWN]:
+        result, unkillable = GpuTestResult("", "", GpuTestEnd.NOT_RUN, message=why, finished=time.time()), False
+    else:
+        result, unkillable = _watched(system, request, first, one, "--peer", other.uuid)
+    figures = {OPPOSITE.get(name, name): each for name, each in result.figures.items()}
+    here = result._replace(gpu=first.pci_address, uuid=one.uuid, peer=second.pci_address)
+    there = result._replace(gpu=second.pci_address, uuid=other.uuid, peer=first.pci_address, figures=figures)
+    return [here, there], unkillable
+
+
+def _watched(
+    system: System, request: GpuTestRequest, gpu: GpuToTest, device: _Device, *arguments: str, limit: float = 0.0
+) -> tuple[GpuTestResult, bool]:
+    """Run the program, and return what came of it, as `_tested`. `limit` is added to FIRST_CONTEXT."""
+    program = f"{posixpath.dirname(__file__)}/{device.vendor.test_program if device.vendor else ''}"
+    argv = (sys.executable, "-I", "-S", program, device.uuid, *arguments)
+    running = InBackground(lambda: _run(system, argv, limit + FIRST_CONTEXT))
     while not running.ends_within(LOOK):
         now = _requested(system)
         if not now or now.id != request.id:

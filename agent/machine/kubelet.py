@@ -22,6 +22,7 @@ from agent.machine.notes import Context, Notes, attempt, noted_ages
 from agent.model.conditions import Condition, ConditionType, Reason, Status, false, not_applicable, true, unknown
 from agent.model.contract import (
     DRA_STATUS_SILENT_AFTER,
+    AllocatableDevice,
     AllocatableVendor,
     DraStatus,
     parse_dra_status,
@@ -30,9 +31,9 @@ from agent.model.contract import (
 )
 from agent.model.device import gives_gpus
 from agent.model.errors import CommandError, DocumentError
-from agent.model.handoff import Request
+from agent.model.handoff import SIZE_LIMIT, Request
 from agent.model.json_document import get, objects, parse_json, parse_object, strings
-from agent.model.paths import ALLOCATABLE, DRA_STATUS, NODE_FILES
+from agent.model.paths import ALLOCATABLE, DRA_STATUS, MACHINE_REPORT_DIRECTORY, NODE_FILES, REPORT_NAME
 from agent.model.text import counted, first_of, first_quoted, quoted, rfc3339
 from agent.system.files import UNUSABLE, System
 from agent.system.journal import Ages
@@ -186,6 +187,47 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
             raise DocumentError(f"{CHECKPOINT}: key {where}[{resource[:100]!a}] is not a list of strings", hint)
         registered[resource] = tuple(ids)
     return registered
+
+
+def published_devices(system: System, vendor: MachineVendor, granted: Request) -> tuple[AllocatableDevice, ...]:
+    """Return the devices in the published specification, of which the machine's last report has the names.
+
+    Raises OSError, ValueError or DocumentError.
+    """
+    report = parse_object(REPORT_NAME, system.read(f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}", SIZE_LIMIT))
+    # With several vendors, the names are qualified.
+    names = frozenset(each.rpartition("=")[2] for each in strings(REPORT_NAME, report, "cdi_devices"))
+    return vendor.allocatable(parse_json(system.read_untrusted(vendor.spec_path)[0]), granted, names)
+
+
+def device_name(device: AllocatableDevice) -> str:
+    """Return the device's name, such as a UUID."""
+    return device.cdi_names[0].rpartition("=")[2]
+
+
+def offered_gpus(system: System, vendor: MachineVendor, granted: Request, ages: Ages) -> set[str]:
+    """Return the granted GPUs that pods may still get from the vendor's device plugin, by their PCI addresses.
+
+    A GPU is left out only if that is certain: the kubelet has never had a plugin, or the plugin's list has only other
+    GPUs. An id of an unknown form may be any GPU's. The kubelet keeps the list of a plugin that has just ended for five
+    minutes, and a plugin that starts again may offer a GPU that it had withdrawn. Raises OSError.
+    """
+    if not system.is_directory(PLUGINS):
+        return set()
+    try:
+        plugin = _read_plugin(system, vendor, ages)
+    except DocumentError:
+        return set(granted.gpus)
+    if not (plugin.serving or plugin.dead or plugin.registered):
+        return set()
+    if plugin.serving and not plugin.up_to_date:
+        return set(granted.gpus)
+    listed = {vendor.gpu_of(each, granted) for ids in plugin.registered.values() for each in ids}
+    names = dict[str, str]()
+    with contextlib.suppress(OSError, ValueError, DocumentError):
+        devices = published_devices(system, vendor, granted)
+        names = {vendor.gpu_of(device_name(each), granted): each.pci_address for each in devices}
+    return {gpu for gpu in granted.gpus if any(names.get(each, gpu) == gpu for each in listed)}
 
 
 class Allocation(NamedTuple):

@@ -1,8 +1,8 @@
-"""`python3 -m agent.machine.node_condition`: sets the condition GPUReady on this machine's own Node object.
+"""`python3 -m agent.machine.node_condition`: sets the condition GPUReady on this machine's own Node, and cordons it.
 
 unbounded-agent-node-condition.service runs it separately from the GPU setup, which must never wait for an API server.
-The result is noted, and the next run of the GPU setup reports it as NodeConditionSet. The exit code is 1 only if the
-result cannot be noted.
+The result is noted, and the next run of the GPU setup reports it as NodeConditionSet and Report.cordon. The exit code
+is 1 only if the result cannot be noted.
 """
 
 import contextlib
@@ -11,12 +11,14 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+from agent.machine.node_cordon import settle_cordon
 from agent.machine.node_events import tell
 from agent.machine.notes import NODE_CONDITION, Notes, ages_in
 from agent.model.conditions import Condition, ConditionType, Reason, false, not_applicable, true, unknown
 from agent.model.contract import SILENT_AFTER, parse_host_status
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, DocumentError
+from agent.model.json_document import parse_object
 from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, NODE_CONDITION_MARK
 from agent.model.text import rfc3339
 from agent.system.api_server import ApiClient, ApiError, Credentials, NotFoundError
@@ -114,7 +116,7 @@ def _published(system: System) -> FileIdentity | None:
 
 
 def run(system: System) -> None:
-    """Set the condition on the Node, or remove it if it is no longer configured, and note the result.
+    """Set the condition on the Node, or remove it if it is no longer configured, cordon it, and note the result.
 
     Raises OSError if the result cannot be noted.
     """
@@ -125,8 +127,10 @@ def run(system: System) -> None:
     applied = Applied(**noted["applied"]) if noted.get("applied") else None
     kubelet = Kubelet(system, Process(**noted["service"]) if noted.get("service") else None)
     ages = ages_in(noted.get("ages", {}))
+    # First: a new pod must not get a fenced GPU.
+    cordon = settle_cordon(system, kubelet, ages, str(noted.get("cordon", "")))
     try:
-        if system.exists(HOST_STATUS):
+        if _is_configured(system):
             applied, outcome = _set_condition(system, kubelet, applied, ages)
         else:
             applied, outcome = _remove_condition(system, kubelet, applied)
@@ -138,10 +142,21 @@ def run(system: System) -> None:
         "told": say_changes(noted.get("told", {}), (outcome,)),
         "ages": ages.observations,
         "events": events,
+        "cordon": cordon,
         "service": kubelet.service._asdict() if kubelet.service else None,
     }
     last_run = {"ran_at": time.monotonic(), "status": outcome.status, "reason": outcome.reason}
     notes.save(NOTE, {**kept, **last_run, "message": outcome.message})
+
+
+def _is_configured(system: System) -> bool:
+    """Return whether the host wants the condition. A document of another release may say so too."""
+    try:
+        return parse_object(HOST_STATUS, system.read(HOST_STATUS)).get("node_condition") is not False
+    except FileNotFoundError:
+        return False
+    except DocumentError:
+        return True
 
 
 def _set_condition(

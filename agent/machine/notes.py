@@ -389,3 +389,12 @@ def node_condition_set(notes: Notes) -> Condition:
         # No run has been noted.
         pass
     return unknown(kind, Reason.NOT_TRIED, why)
+
+
+def node_cordon(notes: Notes) -> str:
+    """Return Report.cordon as the last run of the same unit noted it; empty if it has not run lately."""
+    with contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+        noted = notes.load(NODE_CONDITION)
+        if time.monotonic() - float(noted["ran_at"]) <= SILENT_AFTER:
+            return str(noted["cordon"])
+    return ""

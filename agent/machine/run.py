@@ -21,6 +21,7 @@ from agent.machine.notes import (
     attempt,
     next_attempt,
     node_condition_set,
+    node_cordon,
     publications,
     repair_counts,
 )
@@ -215,6 +216,7 @@ def report(context: Context, outcome: Outcome, publication: Publication) -> None
         publication,
         outcome.fabric,
         _known_health(context),
+        cordon=node_cordon(context.notes),
     )
     _write_report(system, document)
 

@@ -27,30 +27,49 @@ from agent.model.text import one_line
 VERSION = 1
 """The version of each of these documents."""
 
-# The host status: a machine's Ready condition as the host half evaluated it, for the machine's Node object.
+# The host status: what the host half has evaluated for a machine's Node object: the Ready condition, and fenced GPUs.
 
 SILENT_AFTER = 300.0
 """Age in seconds at which a host status is stale, because the host half has missed several passes by then."""
 
 
+Address = Annotated[str, Form("a PCI address", PCI_ADDRESS.fullmatch)]
+REASON = re.compile(r"([A-Za-z][A-Za-z0-9]{0,62})?")
+"""A reason becomes the value of a taint, which must have the form of a label's value."""
+OneWord = Annotated[str, Form("one word", REASON.fullmatch)]
+
+
+class FencedGpu(NamedTuple):
+    """A GPU that no new pod should get, and why, in one word such as `Xid79`."""
+
+    pci_address: Address
+    reason: OneWord
+
+
 class HostStatus(NamedTuple):
-    """A machine's Ready condition after one pass."""
+    """A machine's Ready condition after one pass, and what the machine should do to its Node."""
 
     status: Status
     reason: str
     message: str
     last_transition: Seconds
     evaluated: Seconds
+    node_condition: bool = True
+    """Whether the Node should have this condition."""
+    fenced: tuple[FencedGpu, ...] = ()
+    """GPUs for which the machine should cordon its Node, if a device plugin offers them."""
 
     @property
     def ready(self) -> Condition:
         return Condition(ConditionType.READY, self.status, self.reason, self.message, self.last_transition)
 
 
-def render_host_status(ready: Condition, now: float) -> bytes:
+def render_host_status(
+    ready: Condition, now: float, *, node_condition: bool = True, fenced: Iterable[FencedGpu] = ()
+) -> bytes:
     """Return the document with this Ready condition, evaluated at `now`."""
-    message = one_line(ready.message)
-    return render_document(VERSION, HostStatus(ready.status, ready.reason, message, ready.last_transition, now))
+    known = (ready.status, ready.reason, one_line(ready.message), ready.last_transition, now)
+    return render_document(VERSION, HostStatus(*known, node_condition, tuple(sorted(fenced))))
 
 
 def parse_host_status(data: bytes) -> HostStatus:
@@ -61,15 +80,11 @@ def parse_host_status(data: bytes) -> HostStatus:
 # The GPU states: what the host half tells agent.dra about the health and the place of the granted GPUs. Only machines
 # that use Dynamic Resource Allocation get this document.
 
-REASON = re.compile(r"([A-Za-z][A-Za-z0-9]{0,62})?")
-"""A reason becomes the value of a taint, which must have the form of a label's value."""
 PCIE_ROOT = re.compile(r"(pci[0-9a-f]{4,8}:[0-9a-f]{2})?")
 """A root complex as sysfs names it (pci_create_root_bus in the kernel)."""
 DRIVER = re.compile(r"[A-Za-z0-9_-]{0,63}")
 MESSAGE_LIMIT = 500
 """Characters of a message: kubelet and API server cut or refuse longer ones in a pod's status."""
-
-Address = Annotated[str, Form("a PCI address", PCI_ADDRESS.fullmatch)]
 
 
 class GpuState(StrEnum):
@@ -100,7 +115,7 @@ class GpuStatus(NamedTuple):
     pci_address: Address
     vendor: str
     state: GpuState
-    reason: Annotated[str, Form("one word", REASON.fullmatch)] = ""
+    reason: OneWord = ""
     """Such as `Xid79` or `Detaching`."""
     message: str = ""
     """What happened and what it means, in a sentence."""
@@ -214,6 +229,13 @@ class GpuTestResult(NamedTuple):
     slow: tuple[str, ...] = ()
     """The figures below their floors. If there are any, nothing else is wrong."""
     finished: float = 0.0
+    peer: str = ""
+    """The other GPU's PCI address if this is the test of the way to it."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it says something about the GPU: two GPUs that cannot reach each other are no fault."""
+        return not self.peer or self.result is not GpuTestEnd.NOT_RUN
 
 
 class GpuTestResults(NamedTuple):

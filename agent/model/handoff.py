@@ -209,6 +209,8 @@ class Report(NamedTuple):
     health: tuple[HealthAnswer, ...] = ()
     refused: str = ""
     """Why the machine half cannot use the handoff."""
+    cordon: str = ""
+    """Whether the Node is cordoned for fenced GPUs, and why, as a clause; empty if the host has named none."""
     unknown_conditions: tuple[str, ...] = ()
     """Only on the host: conditions that this release does not know, such as `NewCheck=False (Failed)`."""
 
@@ -225,7 +227,7 @@ def render_report(report: Report) -> bytes:
     # The publication is a list, not an object.
     content |= {"conditions": conditions, "publication": report.publication}
     del content["unknown_conditions"]
-    content["refused"] = one_line(report.refused)[:MESSAGE_LIMIT]
+    content |= {key: one_line(getattr(report, key))[:MESSAGE_LIMIT] for key in ("refused", "cordon")}
     return json.dumps({"version": REPORT_VERSION, **content}, indent=1).encode() + b"\n"
 
 

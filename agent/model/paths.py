@@ -123,6 +123,10 @@ LIVE_NAME = "live.json"
 GRANTED_NAME = "granted.json"
 NODE_CONDITION_MARK = f"{STATE}/node-condition"
 """A file in the machine, on disk. It contains the name of the Node object that has the agent's condition."""
+NODE_CORDON_MARK = f"{STATE}/node-cordon"
+"""The same for a Node that the machine has cordoned."""
+CORDONED_FOR = "unbounded-agent.io/cordoned-for-gpus"
+"""The annotation of such a Node: GPUs and why they are fenced."""
 
 
 def detach_lock_file(address: str) -> str:

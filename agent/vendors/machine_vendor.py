@@ -1,7 +1,7 @@
 """The interface of a vendor to the machine half.
 
-All methods are pure, except `generate`, `generate_mode`, `query_fabric`, `health_fields`, `query_health`, and
-`plugin_spec_problems`, which calls the given `exists`.
+All methods are pure, except `generate`, `generate_mode`, `query_fabric`, `health_fields`, `query_health`,
+`uncorrected_errors`, and `plugin_spec_problems`, which calls the given `exists`.
 A vendor's `machine.py` imports no third-party package. A method that needs such a package imports it when called.
 """
 
@@ -200,6 +200,13 @@ class MachineVendor(ABC):
         is left out. Raises AgentError or OSError; UnkillableError if the program that asks cannot be killed.
         """
         raise NotImplementedError
+
+    def uncorrected_errors(self, system: System, request: Request, gpu: str) -> Mapping[str, int]:
+        """Return how many uncorrected memory errors the GPU has counted, by counter; none if it does not say.
+
+        Raises what `query_health` raises.
+        """
+        return {}
 
     def in_persistence_mode(self, answer: FabricAnswer, said: Mapping[str, str]) -> bool:
         """Return whether the GPU stays initialised while nobody uses it, so that to ask it disturbs nothing. Pure.

@@ -14,7 +14,7 @@ from agent.host.reconcile import Reconciler
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import ConfigError, DocumentError
 from agent.model.handoff import Report, parse_handoff, render_report
-from agent.model.paths import cordoned_file, handoff_file, report_directory
+from agent.model.paths import CORDONED_FOR, cordoned_file, handoff_file, report_directory
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, set_up, units
 from tests.fakes.host import Host
@@ -33,6 +33,7 @@ class Cluster:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.cordoned = False
+        self.annotations: dict[str, str] = {}
         self.capacity = {"cpu": "4", "nvidia.com/gpu": "2"}
         self.allocatable = {"cpu": "4", "nvidia.com/gpu": "2"}
         self.pods: list[dict[str, Any]] = []
@@ -44,7 +45,7 @@ class Cluster:
     def publish(self) -> None:
         host = self.host
         node = {
-            "metadata": {"name": NODE},
+            "metadata": {"name": NODE, "annotations": self.annotations},
             "spec": {"unschedulable": True} if self.cordoned else {},
             "status": {"capacity": self.capacity, "allocatable": self.allocatable},
         }
@@ -58,6 +59,7 @@ class Cluster:
         host.command(*GET, "resourceslices", driver, stdout=json.dumps(slices))
         for verb in ("cordon", "uncordon"):
             host.command(*KUBECTL, verb, NODE)
+        host.command(*KUBECTL, "annotate", "node", NODE, f"{CORDONED_FOR}-")
         host.command(*KUBECTL, "apply", f"--filename={DIRECTORY}/device-class-nvidia.yaml")
 
     def report(self, agent: Reconciler) -> None:
@@ -133,7 +135,7 @@ def test_without_a_kubeconfig_the_steps_are_printed(cluster: Cluster, capsys: Ca
 
 def test_a_node_without_gpus_has_no_device_classes_to_make() -> None:
     """`kubectl apply` without a file fails."""
-    node = Node(NODE, True, True, {}, {}, (), (), ())
+    node = Node(NODE, True, False, True, {}, {}, (), (), ())
     steps = to_dra(MACHINE, node, "dra", (), advertised=True)
     assert [step.what for step in steps if not step.done] == [steps[-1].what], "only to let new pods on the node"
 
@@ -171,6 +173,14 @@ def test_a_node_is_moved_step_by_step(cluster: Cluster, capsys: Capture) -> None
     assert cluster.run("dra") == 0
     assert cluster.changes()[-1] == ("uncordon", NODE)
     assert not cluster.host.exists(cordoned_file(MACHINE))
+
+
+def test_a_cordon_for_a_gpu_becomes_that_of_the_move(cluster: Cluster) -> None:
+    """With Dynamic Resource Allocation, the machine would end it in the middle of the move."""
+    cluster.cordoned, cluster.annotations, cluster.pods = True, {CORDONED_FOR: "x"}, [pod("train")]
+    assert cluster.run("dra") == 1
+    assert cluster.changes() == [("cordon", NODE), ("annotate", "node", NODE, f"{CORDONED_FOR}-")]
+    assert cluster.host.exists(cordoned_file(MACHINE))
 
 
 LEFTOVER = {kind: {"nvidia.com/gpu": None} for kind in ("capacity", "allocatable")}

@@ -58,7 +58,8 @@ FIGURES = {
     "host_to_device": 50e9,
     "seconds": 12.4,
 }
-FIGURES_SHOWN = "78 GB tested, memory 2.9 TB/s, to the host 52 GB/s, from the host 50 GB/s (12 s)"
+NOT_KNOWN = "uncorrected ECC errors not known"
+FIGURES_SHOWN = f"78 GB tested, memory 2.9 TB/s, to the host 52 GB/s, from the host 50 GB/s, {NOT_KNOWN} (12 s)"
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_the_way_to_the_machine_and_back(
     site.meanwhile = [lambda: states.append(state(site)), answer]
     assert command(site) == 1
     assert capsys.readouterr().out.splitlines() == [
-        f"{FIRST} passed: {FIGURES_SHOWN}",
+        f"{FIRST} passed: {FIGURES_SHOWN.replace(NOT_KNOWN, 'no new uncorrected ECC error')}",
         f"{FIRST} has no other GPU of its model to compare with in this test",
         f"{SECOND} failed: step memory",
     ]
@@ -172,6 +173,7 @@ RESET = (Verdict.NEEDS_RESET, "TestFailed", "gpus test")
     ("found", "verdict"),
     [
         (result(end=FAILED, step="memory"), RESET),
+        (result(end=FAILED, step="memory errors"), RESET),
         (result(end=HUNG), RESET),
         (result(end=FAILED, slow=("memory_bandwidth",)), (Verdict.DEGRADED, "TestSlow", "gpus test")),
         (result(end=GpuTestEnd.NOT_RUN), (Verdict.HEALTHY, "", "")),
@@ -202,6 +204,42 @@ def test_a_verdict_of_a_test_lasts_until_a_test_passes_or_somebody_attaches_the_
             site.meanwhile = [lambda: None, says(site, found)]
             ends(site, SECOND)
             assert judged(site) == verdict
+
+
+PEERS = (Verdict.NEEDS_RESET, "PeerTestFailed", "gpus test")
+
+
+def pair(end: GpuTestEnd, **facts: Any) -> tuple[GpuTestResult, GpuTestResult]:  # noqa: ANN401
+    """Return what a machine says of the way between the GPUs: once for each."""
+    known = {"figures": {"peer_to": 4e10, "seconds": 1}, **facts}
+    return result(FIRST, end, peer=SECOND, **known), result(SECOND, end, peer=FIRST, **known)
+
+
+def test_a_wrong_result_of_a_pair_is_the_verdict_of_both(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    both = result(FIRST), result(SECOND)
+    found = pair(FAILED, step="peer access", message="wrong words: 1")
+    site.meanwhile = [lambda: None, says(site, *both, done=False), says(site, *both, *found)]
+    assert command(site) == 1
+    shown = f"{FIRST} with {SECOND} failed: step peer access; machine says: wrong words: 1; to it 40 GB/s (1 s)"
+    assert shown in capsys.readouterr().out
+    assert (judged(site, FIRST), judged(site)) == (PEERS, PEERS)
+    (gpu,) = (gpu for vendor in facts(site).vendors for gpu in vendor.gpus if gpu.pci_address == SECOND)
+    assert f"`unbounded-agent gpus test {SECOND} {FIRST}`" in health(gpu, facts(site)).message
+    # A test of one GPU alone says nothing about the way.
+    site.meanwhile = [lambda: None, says(site, result())]
+    ends(site, SECOND)
+    assert judged(site) == PEERS
+    site.meanwhile = [lambda: None, says(site, *both, *pair(GpuTestEnd.PASSED))]
+    assert ends(site) == [(FIRST, GpuTestEnd.PASSED), (SECOND, GpuTestEnd.PASSED)]
+    assert (judged(site, FIRST)[0], judged(site)[0]) == (Verdict.HEALTHY, Verdict.HEALTHY)
+
+
+def test_gpus_that_cannot_reach_each_other_are_no_fault(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    found = pair(GpuTestEnd.NOT_RUN, step="peer access", message="x cannot reach the memory of y")
+    site.meanwhile = [lambda: None, says(site, result(FIRST), result(SECOND), *found)]
+    assert command(site) == 0
+    assert f"{SECOND} with {FIRST} not-run: step peer access; machine says: x cannot" in capsys.readouterr().out
+    assert (judged(site, FIRST)[0], judged(site)[0]) == (Verdict.HEALTHY, Verdict.HEALTHY)
 
 
 def test_a_test_that_passes_ends_no_other_error(site: Site) -> None:
@@ -344,6 +382,7 @@ def changed(**keys: object) -> bytes:
         {"floors": {"x": None}},
         {"slow": ["x" * 40]},
         {"finished": 1e99},
+        {"peer": "$(x)"},
         {"results": [{}]},
         {"results": [json.loads(changed())["results"][0]] * 257},
     ],

@@ -9,13 +9,25 @@ import pytest
 from msgspec.structs import replace
 
 from agent.config.settings import Config, MachineSettings
+from agent.host.allocation import UNSCHEDULABLE
 from agent.host.apply.steps import apply
 from agent.host.provision.apply import performers
 from agent.host.provision.plan import RemoveRoot
 from agent.host.reconcile import Reconciler
+from agent.host.state.gpus import record_fault
 from agent.host.state.locks import machine_locks, pass_lock
 from agent.model.errors import AgentError, CommandError, ConfigError
-from agent.model.paths import cordoned_file, joined_file, machine_root, machine_unit, nspawn_file, report_directory
+from agent.model.facts import GpuFault, Verdict
+from agent.model.paths import (
+    CORDONED_FOR,
+    PCI_DEVICES,
+    cordoned_file,
+    joined_file,
+    machine_root,
+    machine_unit,
+    nspawn_file,
+    report_directory,
+)
 from tests.fakes.clock import Clock
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units, without_gpus
@@ -24,7 +36,7 @@ from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
 
 ADMIN = "/root/.kube/config"
 KUBECTL = ("kubectl", f"--kubeconfig={ADMIN}")
-QUERY = (*KUBECTL, "get", "--output=jsonpath={.spec.unschedulable}", "node", NODE)
+QUERY = (*KUBECTL, *UNSCHEDULABLE, NODE)
 CORDON, UNCORDON = (*KUBECTL, "cordon", NODE), (*KUBECTL, "uncordon", NODE)
 DRAIN = (*KUBECTL, "drain", NODE, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=600s")
 STOP, START = ("systemctl", "stop", UNITS[0]), ("systemctl", "start", "--no-block", UNITS[0])
@@ -68,6 +80,46 @@ def test_a_node_that_somebody_cordoned_stays_cordoned(host: NodeHost, agent: Rec
     host.command(*QUERY, stdout="true")
     assert command(agent, f"restart {MACHINE} --kubeconfig={ADMIN}") == 0
     assert kubectl(host) == [QUERY, DRAIN, STOP]
+
+
+TAKE, HAND = (
+    (*KUBECTL, "annotate", "node", NODE, f"{CORDONED_FOR}-"),
+    (*(*KUBECTL, "annotate", "--overwrite", "node", NODE, f"{CORDONED_FOR}=start"),),
+)
+
+
+def test_a_node_that_is_cordoned_for_a_gpu_stays_cordoned_during_a_drain(host: NodeHost, agent: Reconciler) -> None:
+    """Its machine would uncordon it if the GPU recovered meanwhile, and pods would come back."""
+    host.command(*QUERY, stdout="true0000:01:00.0=Xid48")
+    host.command(*TAKE)
+    assert command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}") == 0
+    assert kubectl(host) == [QUERY, CORDON, TAKE, DRAIN, STOP]
+    assert host.exists(cordoned_file(MACHINE))
+
+
+def test_a_start_leaves_the_cordon_to_a_machine_with_a_fenced_gpu(
+    host: NodeHost, agent: Reconciler, capsys: Capture
+) -> None:
+    """A new pod would get the GPU before the machine has cordoned the node again."""
+    assert command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}") == 0
+    gpu = next(gpu.pci_address for vendor in agent.preview()[0].vendors for gpu in vendor.gpus)
+    host.symlink(f"{PCI_DEVICES}/{gpu}", f"../../../devices/pci0000:00/{gpu}")
+    host.symlink(f"/sys/devices/pci0000:00/{gpu}/driver", "../../../bus/pci/drivers/nvidia")
+    assert record_fault(host, gpu, GpuFault("Xid48", "simulated", 1e9, Verdict.NEEDS_RESET, 1e9))
+    host.command(*HAND, stderr="connection refused", status=1)
+    assert command(agent, f"start {MACHINE} --kubeconfig={ADMIN}") == 1
+    assert host.exists(cordoned_file(MACHINE))
+    host.command(*HAND)
+    assert command(agent, f"start {MACHINE} --kubeconfig={ADMIN}") == 1
+    assert kubectl(host)[-1] == HAND
+    assert UNCORDON not in host.runner.calls
+    assert f"node {NODE} stays cordoned by its machine until {gpu} is healthy" in capsys.readouterr().err
+    assert not host.exists(cordoned_file(MACHINE))
+    settings = replace(agent.config.machines[MACHINE], cordon_node=False)
+    agent.config = replace(agent.config, machines={MACHINE: settings})
+    host.command(*QUERY)
+    assert command(agent, f"restart {MACHINE} --kubeconfig={ADMIN}") == 0
+    assert kubectl(host)[-1] == UNCORDON
 
 
 @pytest.mark.parametrize("lost", [False, True])

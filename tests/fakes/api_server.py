@@ -218,7 +218,7 @@ class ApiServer:
 
     def _handle_one(self, method: str, path: str, body: Any) -> tuple[int, Object]:  # noqa: ANN401
         if method == "PATCH":
-            return self._patch_status(path.removesuffix("/status"), body)
+            return self._patch(path.removesuffix("/status"), body)
         if path not in self.objects:
             return failure(HTTPStatus.NOT_FOUND, f"{path} not found")
         now = self.objects[path]["metadata"]["resourceVersion"]
@@ -233,15 +233,25 @@ class ApiServer:
             return HTTPStatus.OK, {"kind": "Status"}
         return HTTPStatus.OK, self.objects[path]
 
-    def _patch_status(self, path: str, body: Any) -> tuple[int, Object]:  # noqa: ANN401
-        """Merge conditions by their type, as a strategic merge patch of a Node's status does. An Event has no lists."""
+    def _patch(self, path: str, body: Any) -> tuple[int, Object]:  # noqa: ANN401
+        """Merge a Node as a strategic merge patch does: conditions by their type, other parts by key.
+
+        An Event has no lists.
+        """
         if path not in self.objects:
             return failure(HTTPStatus.NOT_FOUND, f"{path} not found")
         if body is None:
             return failure(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the body of the request was in an unknown format")
-        item = self.objects[path]
+        item, metadata = self.objects[path], body.get("metadata") or {}
         if not path.startswith(NODES):
             return HTTPStatus.OK, self.put(path, {**item, **body})
+        if metadata.get("resourceVersion") not in (None, item["metadata"]["resourceVersion"]):
+            return failure(HTTPStatus.CONFLICT, "the object has been modified")
+        if "status" not in body:
+            annotations = {**item["metadata"].get("annotations", {}), **metadata["annotations"]}
+            merged = {**item["metadata"], "annotations": without_nulls(annotations)}
+            spec = without_nulls({**item.get("spec", {}), **body["spec"]})
+            return HTTPStatus.OK, self.put(path, {**item, "metadata": merged, "spec": spec})
         conditions = {each["type"]: each for each in item["status"].get("conditions", ())}
         for each in body["status"]["conditions"]:
             if each.get("$patch") == "delete":
@@ -251,6 +261,11 @@ class ApiServer:
         return HTTPStatus.OK, self.put(
             path, {**item, "status": {**item["status"], "conditions": [*conditions.values()]}}
         )
+
+
+def without_nulls(merged: Object) -> Object:
+    """In a merge patch, null removes a key."""
+    return {key: value for key, value in merged.items() if value is not None}
 
 
 def failure(status: int, message: str) -> tuple[int, Object]:

@@ -72,6 +72,8 @@ def recorded_spec() -> dict[str, Any]:
     return loaded
 
 
+HEALTH = re.compile(r"help-query|\.pending|ecc\.errors")
+"""In the arguments of nvidia-smi when it is asked about health."""
 FINE = {
     PERSISTENCE: "Enabled",
     RECOVERY_ACTION: "None",
@@ -248,7 +250,7 @@ class Machine(System):
         name = "open_nodes" if any(each.endswith("open_nodes.py") for each in argv) else name
         name = "gpu_test" if any(each.endswith("gpu_test.py") for each in argv) else name
         name = "nvidia-smi of fabric" if any("fabric.state" in each for each in argv) else name
-        name = "nvidia-smi of health" if any("help-query" in each or ".pending" in each for each in argv) else name
+        name = "nvidia-smi of health" if any(map(HEALTH.search, argv)) else name
         assert name in self.programs, f"nobody expected {' '.join(argv)}"
         if timeout < self.durations.get(name, 0):
             raise TimeLimitError

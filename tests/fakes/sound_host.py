@@ -34,13 +34,16 @@ def start(host: Host, agent: Reconciler) -> None:
 
 
 def report(
-    host: Host, *found: Condition, fabric: tuple[FabricAnswer, ...] = (), health: tuple[HealthAnswer, ...] = ()
+    host: Host,
+    *found: Condition,
+    fabric: tuple[FabricAnswer, ...] = (),
+    health: tuple[HealthAnswer, ...] = (),
+    cordon: str = "",
 ) -> None:
     """Let the machine report these conditions; the others are True."""
     generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
     given = {each.type for each in found}
     fine = (Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE if kind not in given)
     path = f"{report_directory(MACHINE)}/{REPORT_NAME}"
-    host.write(
-        path, render_report(Report(generation, (*found, *fine), (), "", "0.1.0", {}, 2, fabric=fabric, health=health))
-    )
+    known = Report(generation, (*found, *fine), (), "", "0.1.0", {}, 2, fabric=fabric, health=health, cordon=cordon)
+    host.write(path, render_report(known))

@@ -1,5 +1,7 @@
 """What GPUs say of themselves, on its whole way: the host asks, a machine reports, the host judges and publishes."""
 
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -14,7 +16,15 @@ from agent.host.state.gpus import observe_gpus, record_fault, record_lost, recor
 from agent.host.verify.gpu_states import health
 from agent.machine.run import run
 from agent.model.conditions import ConditionType, Status
-from agent.model.contract import GpuState, HealthQuestions, parse_gpu_states, parse_health_questions
+from agent.model.contract import (
+    FencedGpu,
+    GpuState,
+    HealthQuestions,
+    HostStatus,
+    parse_gpu_states,
+    parse_health_questions,
+    parse_host_status,
+)
 from agent.model.errors import DocumentError
 from agent.model.facts import THE_GPU, Facts, Gpu, GpuFacts, GpuFault, Granted, MachineFacts, Verdict
 from agent.model.handoff import HealthAnswer, Report, render_report
@@ -22,6 +32,7 @@ from agent.model.paths import (
     HEALTH_NAME,
     MACHINE_HANDOFF_DIRECTORY,
     PCI_DEVICES,
+    conditions_file,
     gpu_health_file,
     gpu_states_file,
     handoff_file,
@@ -279,3 +290,60 @@ def test_an_error_of_what_all_gpus_need_concerns_them_all(agent: Reconciler, gpu
     assert machine.ready.status is Status.FALSE
     assert "counts as healthy again" in attach(SECOND, agent).sentences[0]
     assert agent.reconcile().machines[0].ready.status is Status.TRUE
+
+
+# The cordon of a machine whose GPUs a device plugin offers.
+
+
+def wished(agent: Reconciler) -> HostStatus | None:
+    """Make a pass, and return what the machine should do to its Node."""
+    agent.reconcile()
+    path = conditions_file(MACHINE)
+    return parse_host_status(agent.system.read(path)) if agent.system.exists(path) else None
+
+
+def test_a_machine_with_a_device_plugin_is_told_which_gpus_are_fenced(agent: Reconciler, gpu_host: Host) -> None:
+    """In a document that only exists meanwhile: other machines start no process for it each minute."""
+    agent.config = reconciler(gpu_host).config
+    assert wished(agent) is None
+    assert record_fault(gpu_host, SECOND, GpuFault("Xid48", "simulated", 1e9, Verdict.NEEDS_RESET, 1e9))
+    found = wished(agent)
+    assert found
+    assert (found.node_condition, found.fenced) == (False, (FencedGpu(SECOND, "Xid48"),))
+    agent.config = reconciler(gpu_host, node_condition=True).config
+    found = wished(agent)
+    assert found
+    assert (found.node_condition, found.fenced) == (True, (FencedGpu(SECOND, "Xid48"),))
+    for settings in ({"allocation": "dra"}, {"cordon_node": False}):
+        agent.config = reconciler(gpu_host, **settings).config
+        assert wished(agent) is None
+    agent.config = reconciler(gpu_host).config
+    assert wished(agent)
+    assert attach(SECOND, agent).done
+    assert wished(agent) is None
+
+
+@pytest.mark.parametrize("verdict", [Verdict.DEGRADED, Verdict.NEEDS_REBOOT, Verdict.BROKEN])
+def test_only_verdicts_that_fence_cordon(agent: Reconciler, gpu_host: Host, verdict: Verdict) -> None:
+    agent.config = reconciler(gpu_host).config
+    assert record_fault(gpu_host, SECOND, GpuFault("Xid48", "simulated", time.time(), verdict, time.time()))
+    assert bool(wished(agent)) is verdict.fenced
+
+
+def test_a_machine_that_is_held_keeps_its_cordon(agent: Reconciler, gpu_host: Host) -> None:
+    """What cannot be observed is no recovery."""
+    agent.config = reconciler(gpu_host).config
+    assert record_fault(gpu_host, SECOND, GpuFault("Xid48", "simulated", 1e9, Verdict.NEEDS_RESET, 1e9))
+    assert wished(agent)
+    gpu_host.failing["/proc/driver/nvidia/gpus"] = OSError(errno.EIO, os.strerror(errno.EIO))
+    assert wished(agent)
+
+
+def test_gpus_healthy_has_what_the_machine_says_of_the_cordon(agent: Reconciler, gpu_host: Host) -> None:
+    for cordon_node in (True, False):
+        agent.config = reconciler(gpu_host, cordon_node=cordon_node).config
+        report(gpu_host, cordon="the node is cordoned\x1b[2J")
+        (machine,) = agent.reconcile().machines
+        message = machine.condition(ConditionType.GPUS_HEALTHY).message
+        assert message.endswith(r"; machine says: the node is cordoned\x1b[2J") is cordon_node
+        assert "cordoned" not in machine.ready.message

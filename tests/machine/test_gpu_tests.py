@@ -13,7 +13,8 @@ from agent.model.contract import GpuTestRequest, GpuToTest, render_test_request
 from agent.model.handoff import Handoff, Report, render_handoff, render_report
 from agent.model.paths import DRA_CLAIMS, spec_file
 from agent.system.process import Completed, StillRunningError, host_runner
-from tests.fakes.machine import GPUS, REQUEST, Answer, Machine, hang
+from agent.vendors.nvidia.contract import UNCORRECTED, UNCORRECTED_EVER
+from tests.fakes.machine import GPUS, REQUEST, Answer, Machine, hang, smi_health
 from tests.fakes.mig import CAPS, MIG_REQUEST, UUIDS, mig_spec
 
 WHOLE = tuple(f"GPU-11111111-2222-3333-4444-55555555555{number}" for number in (0, 1))
@@ -42,6 +43,11 @@ def ask(machine: Machine, gpus: Sequence[GpuToTest] = LINKED, request: str = "ab
     machine.put(gpu_tests.REQUEST, render_test_request(GpuTestRequest(request, 5.0, tuple(gpus), force)))
 
 
+def computed(machine: Machine) -> list[tuple[str, ...]]:
+    """Return the arguments of the programs that computed."""
+    return [call[4:] for call in machine.calls if "gpu_test" in " ".join(call)]
+
+
 def results(machine: Machine) -> Any:  # noqa: ANN401
     return json.loads(machine.read(gpu_tests.RESULTS))
 
@@ -63,14 +69,116 @@ def test_gpus_are_tested_one_after_the_other_and_each_result_is_written(ready: M
         return program(floors={"memory_bandwidth": None, "device_to_host": 3})(argv)
 
     ready.program("gpu_test", look)
-    assert ends(ready) == [("passed", ""), ("passed", "")]
-    assert before == [(False, []), (False, [WHOLE[0]])]
-    assert [call[4:] for call in ready.calls] == [
+    assert ends(ready) == [("passed", "")] * 4
+    assert before == [(False, []), (False, [WHOLE[0]]), (False, [*WHOLE])]
+    assert computed(ready) == [
         (WHOLE[0], "--seconds", "5.0", "--link-speed", "16.0", "--link-width", "8"),
         (WHOLE[1], "--seconds", "5.0"),
+        (WHOLE[0], "--peer", WHOLE[1]),
     ]
-    (first, _) = results(ready)["results"]
-    assert (first["gpu"], first["figures"], first["floors"]) == (GPUS[0], {"seconds": 1.5}, {"device_to_host": 3})
+    first = results(ready)["results"][0]
+    figures = {"seconds": 1.5, "uncorrected_errors": 0}
+    assert (first["gpu"], first["figures"], first["floors"]) == (GPUS[0], figures, {"device_to_host": 3})
+
+
+def test_the_result_of_a_pair_is_that_of_both(ready: Machine) -> None:
+    def fails(argv: tuple[str, ...]) -> Completed:
+        found = {"result": "failed", "step": "peer access", "message": "wrong words: 1"}
+        return (
+            program(1, **found, figures={"peer_to": 1, "peer_from": 2})(argv) if "--peer" in argv else program()(argv)
+        )
+
+    ready.program("gpu_test", fails)
+    assert ends(ready)[2:] == [("failed", "wrong words: 1")] * 2
+    pair = [(each["gpu"], each["uuid"], each["peer"], each["figures"]) for each in results(ready)["results"][2:]]
+    assert pair == [
+        (GPUS[0], WHOLE[0], GPUS[1], {"peer_to": 1, "peer_from": 2}),
+        (GPUS[1], WHOLE[1], GPUS[0], {"peer_to": 2, "peer_from": 1}),
+    ]
+
+
+def test_only_gpus_that_have_passed_and_that_no_pod_has_are_tested_in_pairs(ready: Machine) -> None:
+    ready.program("gpu_test", lambda argv: program(1, result="failed")(argv) if WHOLE[1] in argv else program()(argv))
+    assert len(ends(ready)) == 2
+    ready.drop(gpu_tests.RESULTS)
+
+    def taken(argv: tuple[str, ...]) -> Completed:
+        if WHOLE[1] in argv:
+            given({"-1": [WHOLE[0]]})(ready)
+        return program()(argv)
+
+    ready.program("gpu_test", taken)
+    ready.calls.clear()
+    found = ends(ready)
+    assert [result for result, _ in found] == ["passed", "passed", "not-run", "not-run"]
+    assert found[3][1].startswith(f"the kubelet gave it to pod {POD}")
+    assert len(computed(ready)) == 2
+
+
+@pytest.mark.parametrize(
+    ("count", "pairs"), [(0, ""), (1, ""), (2, "01"), (3, "01 12 20"), (8, "01 12 23 34 45 56 67 70")]
+)
+def test_a_ring_tries_each_gpu_twice(count: int, pairs: str) -> None:
+    gpus = [GpuToTest(f"0000:0{number}:00.0") for number in range(count)]
+    assert gpu_tests.ring(gpus) == [(gpus[int(each[0])], gpus[int(each[1])]) for each in pairs.split()]
+
+
+def counts(*values: str, fields: tuple[str, ...] = (UNCORRECTED, UNCORRECTED_EVER)) -> Answer:
+    """Answer as a GPU whose counters have these values, one after the other."""
+    left = [*values]
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        total = left[0] if "--help-query-gpu" in argv or len(left) == 1 else left.pop(0)
+        return smi_health(*GPUS, fields=fields, total=total)(argv)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "end", "errors"),
+    [
+        (counts("7", "7"), "passed", 0),
+        (counts("7", "9"), "failed", 2),
+        # The driver has begun to count again.
+        (counts("7", "0"), "passed", 0),
+        (counts("7", "9", fields=(UNCORRECTED,)), "failed", 2),
+        # Nothing is known: no ECC, no such field, no answer.
+        (counts("[N/A]", "[N/A]"), "passed", None),
+        (counts("[Unknown Error]", "3"), "passed", None),
+        (counts("7", "9", fields=()), "passed", None),
+        (lambda _: Completed(9, b"", b"no driver"), "passed", None),
+    ],
+)
+def test_ecc_errors_during_a_test(ready: Machine, answer: Answer, end: str, errors: int | None) -> None:
+    ready.program("nvidia-smi of health", answer)
+    ((result, message),) = ends(ready, LINKED[0])
+    (found,) = results(ready)["results"]
+    assert (result, found["figures"].get("uncorrected_errors")) == (end, errors)
+    if end == "failed":
+        assert (found["step"], message) == ("memory errors", "the GPU counted 2 more uncorrected ECC errors")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_question_that_cannot_be_killed_is_the_last_program(ready: Machine, when: str) -> None:
+    """Otherwise the next GPU's test could wait for the same lock of the driver, and count as hung."""
+    answer = smi_health(*GPUS, fields=(UNCORRECTED,))
+
+    def asked(argv: tuple[str, ...]) -> Completed:
+        if "--help-query-gpu" in argv or (when == "after" and not computed(ready)):
+            return answer(argv)
+        raise StillRunningError("no answer within 5 s", 4711)
+
+    ready.program("nvidia-smi of health", asked)
+    first, second = ends(ready)
+    assert first[0] == ("not-run" if when == "before" else "passed")
+    assert second == ("not-run", f"the test of {GPUS[0]} waits in the kernel, and cannot be killed")
+    assert len(computed(ready)) == (0 if when == "before" else 1)
+
+
+def test_ecc_errors_do_not_hide_what_a_test_found(ready: Machine) -> None:
+    ready.program("nvidia-smi of health", counts("7", "9"))
+    ready.program("gpu_test", program(1, result="failed", step="memory", message="wrong words: 3"))
+    assert ends(ready, LINKED[0]) == [("failed", "wrong words: 3")]
 
 
 def test_each_mig_device_is_tested(ready: Machine) -> None:
@@ -81,7 +189,7 @@ def test_each_mig_device_is_tested(ready: Machine) -> None:
     names = tuple(each["name"] for each in mig_spec()["devices"])
     ready.put("/run/unbounded-agent/report/report.json", render_report(Report("", (), names)))
     assert ends(ready, LINKED[0]) == [("passed", "")] * 3
-    assert [call[4:] for call in ready.calls] == [(each, "--seconds", "5.0") for each in UUIDS]
+    assert computed(ready) == [(each, "--seconds", "5.0") for each in UUIDS]
 
 
 Change = Callable[[Machine], object]
@@ -145,7 +253,7 @@ def test_a_gpu_that_a_pod_has_is_tested_only_by_force(ready: Machine, change: Ch
     result, message = ends(ready, LINKED[0])[0]
     assert result == ("not-run" if why else "passed"), message
     assert message.startswith(why)
-    assert len(ready.calls) == (0 if why else 1)
+    assert len(computed(ready)) == (0 if why else 1)
     ready.drop(gpu_tests.RESULTS)
     assert ends(ready, LINKED[0], force=True) == [("passed", "")]
 
@@ -176,7 +284,7 @@ def test_a_program_that_cannot_be_killed_is_the_last_one(ready: Machine) -> None
     first, second = ends(ready)
     assert first[0] == "hung"
     assert second == ("not-run", f"the test of {GPUS[0]} waits in the kernel, and cannot be killed")
-    assert len(ready.calls) == 1
+    assert len(computed(ready)) == 1
 
 
 @pytest.mark.processes
@@ -227,13 +335,13 @@ def test_a_request_that_comes_at_the_end_of_a_test_is_not_missed(ready: Machine)
     """systemd's path unit does not start the service again for it."""
 
     def before_write(path: str) -> None:
-        if path == gpu_tests.RESULTS and len(ready.calls) == 1 and ready.exists(path) and results(ready)["results"]:
+        if path == gpu_tests.RESULTS and len(computed(ready)) == 1 and ready.exists(path) and results(ready)["results"]:
             ask(ready, LINKED[1:], request="cd")
 
     ready.before_write = before_write
     ask(ready, LINKED[:1])
     assert gpu_tests.run(ready) == 0
-    assert [call[4] for call in ready.calls] == [*WHOLE]
+    assert [call[0] for call in computed(ready)] == [*WHOLE]
     assert results(ready)["id"] == "cd"
 
 

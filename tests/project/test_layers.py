@@ -32,10 +32,11 @@ ROOMS: Mapping[str, Order] = {
     "machine": (
         ("notes", "vendors", "open_nodes", "gpu_test", "containerd_tables"),
         ("devices", "libraries", "containerd", "node_events"),
-        ("foreign_specs", "node_condition"),
+        "foreign_specs",
         "cdi",
         "kubelet",
-        ("run", "gpu_tests"),
+        ("run", "gpu_tests", "node_cordon"),
+        "node_condition",
     ),
 }
 """The order of rooms within each half."""

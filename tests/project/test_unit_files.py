@@ -18,7 +18,7 @@ from agent.host.daemon.loop import START_STEP, Timing
 from agent.host.daemon.server import BACKLOG
 from agent.host.observe.checks import LIMIT, STALE_AFTER
 from agent.host.state.locks import PASS_WAIT
-from agent.machine import node_condition
+from agent.machine import node_condition, node_cordon
 from agent.model import paths
 from agent.system import api_server
 from agent.system.process import FILE_LIMIT, KILL_MARGIN
@@ -295,17 +295,19 @@ def test_the_rule_names_the_unit_and_the_classes_of_gpus() -> None:
 
 
 def test_node_condition_runs_only_if_configured_or_to_be_withdrawn() -> None:
-    """Either path triggers it ("|"); most machines have neither, and start no process each minute."""
-    document, mark = f"{paths.MACHINE_HANDOFF_DIRECTORY}/{paths.CONDITIONS_NAME}", paths.NODE_CONDITION_MARK
+    """Each path triggers it ("|"); most machines have none, and start no process each minute."""
+    document = f"{paths.MACHINE_HANDOFF_DIRECTORY}/{paths.CONDITIONS_NAME}"
+    marks = [f"|{paths.NODE_CONDITION_MARK}", f"|{paths.NODE_CORDON_MARK}"]
     found = re.findall(r"^ConditionPathExists=(.*)$", NODE_CONDITION.read_text(), re.MULTILINE)
-    assert found == [f"|{document}", f"|{mark}"]
+    assert found == [f"|{document}", *marks]
     assert f"PathChanged={document}\n" in NODE_CONDITION.with_suffix(".path").read_text()
     # A machine that was removed from the configuration boots without the bind, but the mark on its disk stays.
     conditions = re.findall(r"^Condition.*$", NODE_CONDITION.with_suffix(".timer").read_text(), re.MULTILINE)
     handoff = f"ConditionPathIsDirectory=|{paths.MACHINE_HANDOFF_DIRECTORY}"
-    assert conditions == [handoff, f"ConditionPathExists=|{mark}"]
+    assert conditions == [handoff, *(f"ConditionPathExists={mark}" for mark in marks)]
     # It says why it ended before systemd ends it.
-    longest = node_condition.AGAIN_WITHIN + api_server.KUBECTL_LIMIT + api_server.REQUEST_LIMIT
+    requests = 2 * node_cordon.TRIES + 1
+    longest = node_condition.AGAIN_WITHIN + 2 * api_server.KUBECTL_LIMIT + requests * api_server.REQUEST_LIMIT
     assert int(settings(NODE_CONDITION, "Service")["TimeoutStartSec"]) > longest
 
 

@@ -451,6 +451,7 @@ class _Document(_Version, frozen=True):
     fabric: Annotated[tuple[_Fabric, ...], Meta(max_length=1024)]
     refused: Annotated[str, Meta(max_length=2000)]
     health: Annotated[tuple[_Health, ...], Meta(max_length=1024)] = ()
+    cordon: Annotated[str, Meta(max_length=2000)] = ""
 
 
 def parse_report(data: bytes) -> Report:
@@ -492,6 +493,7 @@ def parse_report(data: bytes) -> Report:
         # An answer from the future would end errors that are still to come.
         health=tuple(HealthAnswer(*astuple(each)) for each in document.health if each.asked < time.time() + 5),
         refused=printable(document.refused),
+        cordon=printable(document.cordon),
         unknown_conditions=tuple(
             f"{each.type}={each.status} ({each.reason})" for each in document.conditions if each not in known
         ),

@@ -7,7 +7,7 @@ the record, the service would not know of it after a restart.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -188,12 +188,12 @@ def record_testing(system: System, address: str, *, testing: bool) -> bool:
     return _device(system, address) is not None
 
 
-def record_test(system: System, address: str, passed: bool, result: str) -> None:
-    """Record the result of a test. A test that has passed ends an error that a test found."""
+def record_test(system: System, address: str, result: str, ended: Collection[str]) -> None:
+    """Record the result of a test. It ends an error that a test found, if that has one of the reasons `ended`."""
 
     def tested(note: GpuNote) -> GpuNote:
-        ended = passed and note.fault is not None and note.fault.source == GPU_TEST
-        return replace(note, fault=None if ended else note.fault, test=GpuTest(result, time.time()))
+        over = note.fault and note.fault.source == GPU_TEST and note.fault.reason in ended
+        return replace(note, fault=None if over else note.fault, test=GpuTest(result, time.time()))
 
     _change(system, address, tested)
 

@@ -7,7 +7,7 @@ from msgspec.structs import asdict, replace
 
 from agent.host.vendors import host_vendor
 from agent.model.conditions import Reason
-from agent.model.contract import Effect, GpuState, GpuStatus
+from agent.model.contract import Effect, FencedGpu, GpuState, GpuStatus
 from agent.model.facts import (
     GPU_TEST,
     KERNEL_LOG,
@@ -112,6 +112,13 @@ def withheld(gpus: Iterable[str], facts: Facts) -> tuple[str, ...]:
     """
     lost = {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.why_lost}
     return tuple(address for address in gpus if address in lost or address in facts.gpus.tainted)
+
+
+def fenced_gpus(gpus: Iterable[str], facts: Facts, machine: str) -> tuple[FencedGpu, ...]:
+    """Return those of the machine's GPUs that no new pod should get, because of what is known of their health."""
+    present = [gpu for vendor in facts.vendors for gpu in vendor.gpus if gpu.pci_address in set(gpus)]
+    known = [(gpu.pci_address, health(gpu, facts, machine)) for gpu in present]
+    return tuple(FencedGpu(address, each.reason) for address, each in known if each.verdict.fenced)
 
 
 def _recorded(gpu: Gpu, facts: Facts) -> Health:

@@ -122,6 +122,8 @@ def conditions(case: Case) -> tuple[Condition, ...]:
     # The remark is no part of Ready's message, because GPUs do not need these devices and mounts.
     if remark := _missing_extras(case):
         others = with_remark(others, ConditionType.DEVICES_PRESENT, remark)
+    if isinstance(report := case.machine.report, Report) and report.cordon and case.settings.cordon_node:
+        others = with_remark(others, ConditionType.GPUS_HEALTHY, f"; {MACHINE_SAYS}{report.cordon}")
     return with_transitions((*others, ready), case.previous, case.now)
 
 

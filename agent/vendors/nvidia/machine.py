@@ -8,7 +8,7 @@ from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.errors import AgentError, DocumentError
 from agent.model.handoff import FabricAnswer, Request
 from agent.model.json_document import parse_toml
-from agent.model.text import quoted
+from agent.model.text import quoted, whole_number
 from agent.system.files import System
 from agent.vendors.cdi import all_edits, few, object_of, objects, strings
 from agent.vendors.cdi import devices as devices_of
@@ -202,6 +202,11 @@ class NvidiaMachine(MachineVendor):
         self, system: System, request: Request, gpus: Collection[str], fields: tuple[str, ...]
     ) -> Mapping[str, Mapping[str, str]]:
         return nvidia_ctk.query_health(system, request.gpus, gpus, fields)
+
+    def uncorrected_errors(self, system: System, request: Request, gpu: str) -> Mapping[str, int]:
+        fields = nvidia_ctk.health_fields(system, (contract.UNCORRECTED, contract.UNCORRECTED_EVER))
+        said = nvidia_ctk.query_health(system, request.gpus, (gpu,), fields).get(gpu, {}) if fields else {}
+        return {field: count for field, word in said.items() if (count := whole_number(word)) is not None}
 
     def in_persistence_mode(self, answer: FabricAnswer, said: Mapping[str, str]) -> bool:
         return answer.persistence == "Enabled" and said.get(contract.PERSISTENCE) != "Disabled"

@@ -385,13 +385,13 @@ def _plain(word: str) -> str:
     return re.sub(r"[^A-Za-z0-9 \[\]]", " ", word)
 
 
-def health_fields(system: System) -> tuple[str, ...]:
-    """Return those of HEALTH_FIELDS that nvidia-smi knows: a field that it does not know fails the whole query.
+def health_fields(system: System, fields: tuple[str, ...] = HEALTH_FIELDS) -> tuple[str, ...]:
+    """Return those of the fields that nvidia-smi knows: a field that it does not know fails the whole query.
 
     Raises AgentError.
     """
     known = set(re.findall(r'"([A-Za-z0-9_.]+)"', system.run(NVIDIA_SMI, "--help-query-gpu", timeout=HEALTH_LIMIT)))
-    return tuple(each for each in HEALTH_FIELDS if each in known)
+    return tuple(each for each in fields if each in known)
 
 
 def query_health(

@@ -10,10 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+from agent.machine.kubelet import CHECKPOINT, PLUGINS
 from agent.machine.node_condition import HOST_STATUS, NOTE
 from agent.machine.notes import Notes, node_condition_set
+from agent.machine.run import HANDOFF
 from agent.model.conditions import Condition
-from agent.model.contract import render_host_status
+from agent.model.contract import FencedGpu, render_host_status
+from agent.model.handoff import Handoff, Request, render_handoff
 from agent.model.paths import RUNTIME, STATE
 from agent.system.files import System
 from agent.system.process import host_runner
@@ -32,6 +35,8 @@ for directory in {runtime} {state}; do
     mkdir "$directory"
     mount --bind "$root$directory" "$directory"
 done
+mkdir /var/lib/kubelet
+mount --bind "$root/var/lib/kubelet" /var/lib/kubelet
 mount -t tmpfs tmpfs /usr/local/sbin
 touch /usr/local/sbin/kubectl
 mount --bind "$kubectl" /usr/local/sbin/kubectl
@@ -57,13 +62,21 @@ class NodeNamespace:
     def __init__(self, root: Path, kubectl: Path) -> None:
         self._root, self._kubectl = root, kubectl
         self._system = System(host_runner, str(root))
-        for directory in (RUNTIME, STATE):
+        for directory in (RUNTIME, STATE, PLUGINS):
             self._system.make_directory(directory)
 
-    def publish_status(self, ready: Condition, evaluated: float | None = None) -> None:
+    def publish_status(
+        self, ready: Condition, evaluated: float | None = None, fenced: tuple[FencedGpu, ...] = ()
+    ) -> None:
         """Publish the host status, as the host half does."""
         now = time.time() if evaluated is None else evaluated
-        self._system.write(HOST_STATUS, render_host_status(ready, now))
+        self._system.write(HOST_STATUS, render_host_status(ready, now, fenced=fenced))
+
+    def offer(self, gpu: str) -> None:
+        """Grant a GPU, which the kubelet's checkpoint has from a device plugin that has just ended."""
+        request = Request("nvidia", (gpu,), ())
+        self._system.write(HANDOFF, render_handoff(Handoff("gpu-node", "x86_64", (request,))))
+        self._system.write(CHECKPOINT, b'{"Data": {"RegisteredDevices": {"nvidia.com/gpu": ["GPU-1"]}}}')
 
     def withdraw(self) -> None:
         """Remove the published host status."""

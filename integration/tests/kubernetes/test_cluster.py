@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agent.model.paths import CORDONED_FOR
 from integration.bed.cluster.cluster import SHOW, Cluster, pod
 from integration.bed.cluster.control_plane import node_user
 from integration.bed.cluster.intel_plugin import intel_plugin_image, intel_plugin_version
@@ -18,6 +19,7 @@ from integration.bed.vm.installation import CONFIGURATION
 from integration.bed.vm.transfer import send_files
 from integration.conftest import Bed
 from integration.tests.kubernetes.test_pods import GPUS, LOOK, PROBE, Look, expect_gpus, seen_in, uuids
+from integration.tests.node.test_gpu_errors import raise_xid
 from integration.tests.node.test_hotplug import PORT, plug, uuid_of, wait_for_gpus
 from integration.tests.vendors.test_intel_amd import USER, links, wait_for_specs
 
@@ -32,6 +34,7 @@ PLUGIN_SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"
 STRATEGIES = {"cdi-cri": "", "cdi-annotations": "", "envvar": "nvidia"}
 XID_DOUBLE_BIT_ECC = 48
 """Critical to the plugin, but the machine stays ready: 79 (off the bus) would end that for the following tests."""
+FOURTH = "0000:04:00.0"
 
 
 @pytest.fixture(scope="module")
@@ -177,16 +180,42 @@ def test_a_pod_without_a_limit_sees_nothing(cluster: Cluster) -> None:
         assert all("error" in result for result in found["load"].values()), runtime
 
 
-@pytest.mark.exhaustive
-def test_an_xid_makes_a_gpu_unhealthy(cluster: Cluster, bed: Bed) -> None:
-    """The device plugin's own health check sees a simulated Xid through NVML's events."""
+def test_a_node_whose_plugin_offers_a_fenced_gpu_is_cordoned(cluster: Cluster, bed: Bed) -> None:
+    """The plugin's own health check sees a simulated Xid through NVML's events, and so no cordon is needed.
+
+    A plugin that starts again forgets it, as its documentation says, and a new pod would get the GPU.
+    """
+    cluster.apply(pod("holder", "sleep", "infinity", gpus=1))
+    cluster.wait("a pod holds a GPU", lambda: cluster.phase("holder") == "Running")
+    holder = cluster.get("pod", "holder")["status"]["containerStatuses"]
     assert "Ignoring the following XIDs for health checks" in cluster.plugin_log()
-    bed.run("sh", "-c", f"echo 3 {XID_DOUBLE_BIT_ECC} >/sys/module/nvidia/parameters/simulated_xid")
-    cluster.wait("one GPU is unhealthy", lambda: cluster.allocatable() == NUMBER - 1)
-    unhealthy = uuids(bed.run("nvidia-smi", "-L").stdout)[3]
-    assert f"Xid={XID_DOUBLE_BIT_ECC} on Device={unhealthy}" in cluster.plugin_log()
-    # The plugin never reports the GPU healthy again: its documentation advises a restart.
-    cluster.restart_plugin(NUMBER)
+
+    def is_cordoned() -> bool:
+        return bool(cluster.get("node", MACHINE)["spec"].get("unschedulable"))
+
+    def says(words: str) -> Callable[[dict[str, Any]], bool]:
+        return lambda each: f"machine says: {words}" in each["message"]
+
+    raise_xid(bed, 3, XID_DOUBLE_BIT_ECC)
+    try:
+        cluster.wait("one GPU is unhealthy", lambda: cluster.allocatable() == NUMBER - 1)
+        unhealthy = uuids(bed.run("nvidia-smi", "-L").stdout)[3]
+        assert f"Xid={XID_DOUBLE_BIT_ECC} on Device={unhealthy}" in cluster.plugin_log()
+        wait_condition(cluster, bed, "GPUsHealthy", says("the node need not be cordoned: no device plugin offers"))
+        assert not is_cordoned()
+        cluster.restart_plugin(NUMBER)
+        cluster.wait("the node is cordoned", is_cordoned)
+        annotations = cluster.get("node", MACHINE)["metadata"]["annotations"]
+        assert annotations[CORDONED_FOR] == f"{FOURTH}=Xid{XID_DOUBLE_BIT_ECC}"
+        wait_condition(cluster, bed, "GPUsHealthy", says("the node is cordoned, because a device plugin offers"))
+        cluster.apply(pod("late", "nvidia-smi", "-L", gpus=1))
+        cluster.wait("the scheduler's words", lambda: "unschedulable" in unscheduled(cluster, "late"))
+    finally:
+        bed.agent("gpus", "attach", FOURTH)
+    cluster.wait("the node is no longer cordoned", lambda: not is_cordoned())
+    assert CORDONED_FOR not in cluster.get("node", MACHINE)["metadata"].get("annotations", {})
+    assert len(uuids(cluster.finished("late"))) == 1
+    assert cluster.get("pod", "holder")["status"]["containerStatuses"] == holder
 
 
 @pytest.mark.scenario("001")

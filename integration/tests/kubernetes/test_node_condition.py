@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 
 from agent.cli.doctor.machines import remedy
+from agent.host.allocation import CORDONED, UNSCHEDULABLE
 from agent.model.conditions import ConditionType, Reason, false, true
+from agent.model.contract import FencedGpu
+from agent.model.paths import CORDONED_FOR
 from integration.bed.cluster.control_plane import ControlPlane, node_user
 from integration.bed.machine.node_namespace import NodeNamespace
 from integration.bed.process import CommandError
 
 pytestmark = pytest.mark.scenario("002")
 
-NODE, OTHER = "gpu-node", "other-node"
+NODE, OTHER, GPU = "gpu-node", "other-node", "0000:01:00.0"
 GOOD = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
 BAD = false(
     ConditionType.READY,
@@ -105,6 +108,40 @@ def test_condition_is_set_updated_and_removed_and_nothing_else_is_touched(
     assert (ours["status"], ours["reason"], ours["message"]) == ("False", BAD.reason, BAD.message)
     described = control_plane.kubectl("describe", "node", NODE)
     assert BAD.message in next(line for line in described.splitlines() if "GPUReady" in line)
+    machine.withdraw()
+    machine.boot()
+    machine.run(kubeconfig)
+    assert look(control_plane) == (before, None)
+    assert look(control_plane, OTHER) == other_before
+
+
+@pytest.mark.usefixtures("nodes")
+def test_the_nodes_identity_may_cordon_and_uncordon_its_own_node_and_no_more(
+    control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str
+) -> None:
+    before, _ = look(control_plane)
+    other_before = look(control_plane, OTHER)
+    with pytest.raises(CommandError, match="is not allowed to modify taints"):
+        control_plane.kubectl("taint", "node", NODE, "gpu=bad:NoSchedule", user=node_user(NODE))
+    with pytest.raises(CommandError, match=r"is not allowed to modify node|cannot read"):
+        control_plane.kubectl("cordon", OTHER, user=node_user(NODE))
+    machine.offer(GPU)
+    machine.publish_status(GOOD, fenced=(FencedGpu(GPU, "Xid48"),))
+    machine.run(kubeconfig)
+    assert control_plane.kubectl(*UNSCHEDULABLE, NODE).strip() == f"{CORDONED}{GPU}=Xid48"
+    node, ours = look(control_plane)
+    assert node["spec"].pop("unschedulable") is True
+    assert node["metadata"]["annotations"].pop(CORDONED_FOR) == f"{GPU}=Xid48"
+    assert (node, ours and ours["status"]) == (before, "True")
+    # Somebody else's is not lifted.
+    control_plane.kubectl("annotate", "node", NODE, f"{CORDONED_FOR}-")
+    machine.run(kubeconfig)
+    machine.publish_status(GOOD)
+    machine.run(kubeconfig)
+    assert control_plane.kubectl(*UNSCHEDULABLE, NODE).strip() == CORDONED
+    control_plane.kubectl("annotate", "node", NODE, f"{CORDONED_FOR}=start")
+    machine.publish_status(GOOD, fenced=(FencedGpu(GPU, "Xid48"),))
+    machine.run(kubeconfig)
     machine.withdraw()
     machine.boot()
     machine.run(kubeconfig)
