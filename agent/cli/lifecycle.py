@@ -14,6 +14,7 @@ from agent.host.provision.apply import STOP_LIMIT
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
 from agent.host.state.records import mark_start
+from agent.model.conditions import ConditionType, Status
 from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.paths import cordoned_file, machine_unit
@@ -27,8 +28,8 @@ ANSWER_LIMIT = 60.0
 def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Start, stop or restart a machine. Return the exit code. Raises AgentError.
 
-    A machine that starts is waited for, and its node is uncordoned if the agent cordoned it. If there is no kubeconfig
-    or the machine is not ready, the node stays cordoned, which counts as a failure. Before a machine stops, its node is
+    A machine that starts is waited for, and its node is uncordoned if the agent cordoned it. If there is no kubeconfig,
+    the machine is not ready or, with test_gpus, a GPU has not passed its test, the node stays cordoned, which counts as a failure. Before a machine stops, its node is
     drained if a kubeconfig is given.
     """
     name, command, kubeconfig = options.machine, options.command, options.kubeconfig
@@ -62,7 +63,9 @@ def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     outcome, failures = watch.start()
     print_machines(watch.machines(outcome), reconciler)
     ready = not failures and watch.all_ready(outcome)
-    failures += _uncordon(name, reconciler, kubeconfig, ready=ready)
+    tested = all(each.condition(ConditionType.GPUS_TESTED).status is Status.TRUE for each in watch.machines(outcome))
+    not_yet = "" if ready else "is not ready" if tested else "has a GPU that has not passed its test (GPUsTested)"
+    failures += _uncordon(name, reconciler, kubeconfig, not_yet)
     return report_failures(failures) or (0 if ready else 1)
 
 
@@ -136,8 +139,8 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
         raise CommandError(error.argv, what, error.stderr, hint) from error
 
 
-def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool) -> tuple[str, ...]:
-    """Uncordon the machine's node if the agent cordoned it, the machine is ready, and there is a kubeconfig.
+def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, not_yet: str) -> tuple[str, ...]:
+    """Uncordon the machine's node if the agent cordoned it, nothing is `not_yet` done, and there is a kubeconfig.
 
     If the agent cordoned the node and it stays cordoned, return a sentence that says why; otherwise, return nothing.
     """
@@ -145,9 +148,9 @@ def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool
     if not system.exists(note):
         return ()
     node, again = system.read_text(note).strip(), f"`unbounded-agent start {name} --kubeconfig FILE`"
-    if not ready:
+    if not_yet:
         see = f"see `unbounded-agent doctor`, then run {again}"
-        return (f"node {node} stays cordoned, because its machine is not ready: {see}",)
+        return (f"node {node} stays cordoned, because its machine {not_yet}: {see}",)
     if not kubeconfig:
         return (f"this agent cordoned node {node}, and has not uncordoned it: run {again} to uncordon it",)
     reconciler.progress(f"uncordon node {node}")

@@ -617,6 +617,9 @@ class MachineSettings(Table, frozen=True, kw_only=True):
 
     Set it if the machine's pods need several GPUs together.
     """
+    test_gpus: bool = False
+    """Let each GPU pass `gpus test` before pods get it: when the machine is first ready, and after a reset, an attach
+    or a change of the driver. The service begins the test (docs/conditions.md#gpustested)."""
     driver_wait: Annotated[int, Range(0, 240)] = 120
     """How many seconds the machine's start waits at most for a driver that loads late when the host boots.
 
@@ -752,6 +755,18 @@ class GpuHealthSettings(Table, frozen=True, kw_only=True):
     is asked only while it is in persistence mode or a pod has it open."""
 
 
+class GpuRecoverySettings(Table, frozen=True, kw_only=True):
+    """What the service does by itself about GPUs that do not work (docs/conditions.md#gpushealthy)."""
+
+    policy: Literal["none", "reset"] = "none"
+    """`"reset"`: reset a GPU that needs a reset, if the GPU or its driver itself asks for it (its recovery action, Xid
+    154). The service keeps new pods from the GPU, waits until no process has it open, and evicts nothing."""
+    attempts: Annotated[int, Range(1, 100)] = 2
+    """How many times a GPU is reset at most within `hours`."""
+    hours: Annotated[int, Range(1, 8760)] = 24
+    """See `attempts`."""
+
+
 class Config(Table, frozen=True, kw_only=True):
     """Everything that can be configured."""
 
@@ -760,3 +775,4 @@ class Config(Table, frozen=True, kw_only=True):
     metrics: MetricsSettings = MetricsSettings()
     driver: DriverSettings = DriverSettings()
     gpu_health: GpuHealthSettings = GpuHealthSettings()
+    gpu_recovery: GpuRecoverySettings = GpuRecoverySettings()

@@ -385,7 +385,7 @@ class Reconciler(Struct):
         for goal in planned.goal.machines:
             settings = self.config.machines[goal.name]
             if settings.allocation == DRA:
-                found = gpu_states(goal, facts, planned.goal.remembered, settings.share_gpus)
+                found = gpu_states(goal, facts, planned.goal.remembered, settings.share_gpus, settings.test_gpus)
                 states[goal.name] = render_gpu_states(found)
             if causes := [each.fabric_cause for each in goal.grants if each.fabric_cause]:
                 fabric[goal.name] = "; ".join(causes).encode()
