@@ -29,8 +29,8 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Start, stop or restart a machine. Return the exit code. Raises AgentError.
 
     A machine that starts is waited for, and its node is uncordoned if the agent cordoned it. If there is no kubeconfig,
-    the machine is not ready or, with test_gpus, a GPU has not passed its test, the node stays cordoned, which counts as a failure. Before a machine stops, its node is
-    drained if a kubeconfig is given.
+    the machine is not ready or, with test_gpus, a GPU has not passed its test, the node stays cordoned, which counts as
+    a failure. Before a machine stops, its node is drained if a kubeconfig is given.
     """
     name, command, kubeconfig = options.machine, options.command, options.kubeconfig
     settings_of(name, reconciler.config)

@@ -282,8 +282,13 @@ class Reconciler(Struct):
             machines = self.evaluate(facts, planned, difference)
             failures = applied.failures + write_history(self.system, {each.name: each.conditions for each in machines})
             write_ages(self.system, self.memory.ages)
-            told = [each for each in machines if self.config.machines[each.name].node_condition]
-            ready = {each.name: render_host_status(each.ready, time.time()) for each in told}
+            ready = {
+                each.name: render_host_status(
+                    each.ready, time.time(), [each.condition(ConditionType.GPUS_TESTED)] if settings.test_gpus else ()
+                )
+                for each in machines
+                if (settings := self.config.machines[each.name]).node_condition
+            }
             failures += not_listed + not_recorded + publish_host_status(self.system, ready, with_state)
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
             failures += remove_used_tokens(nodes, self.system)

@@ -33,24 +33,40 @@ SILENT_AFTER = 300.0
 """Age in seconds at which a host status is stale, because the host half has missed several passes by then."""
 
 
+class OtherStatus(NamedTuple):
+    """Another condition of the machine."""
+
+    type: ConditionType
+    status: Status
+    reason: str
+    message: str
+    last_transition: Seconds
+
+    @property
+    def condition(self) -> Condition:
+        return Condition(*self)
+
+
 class HostStatus(NamedTuple):
-    """A machine's Ready condition after one pass."""
+    """A machine's Ready condition after one pass, and other conditions for its Node object."""
 
     status: Status
     reason: str
     message: str
     last_transition: Seconds
     evaluated: Seconds
+    others: tuple[OtherStatus, ...] = ()
 
     @property
     def ready(self) -> Condition:
         return Condition(ConditionType.READY, self.status, self.reason, self.message, self.last_transition)
 
 
-def render_host_status(ready: Condition, now: float) -> bytes:
-    """Return the document with this Ready condition, evaluated at `now`."""
-    message = one_line(ready.message)
-    return render_document(VERSION, HostStatus(ready.status, ready.reason, message, ready.last_transition, now))
+def render_host_status(ready: Condition, now: float, others: Iterable[Condition] = ()) -> bytes:
+    """Return the document with this Ready condition, and others, evaluated at `now`."""
+    said = tuple(OtherStatus(*each[:3], one_line(each.message), each.last_transition) for each in others)
+    status = HostStatus(ready.status, ready.reason, one_line(ready.message), ready.last_transition, now, said)
+    return render_document(VERSION, status)
 
 
 def parse_host_status(data: bytes) -> HostStatus:
