@@ -205,17 +205,14 @@ class Reset(Struct):
 
     def _take(self) -> Ending | None:
         """Keep new pods from the GPUs, and take them from their machines. Return why that failed."""
-        system, end = self.reconciler.system, time.monotonic() + self.seconds
+        end = time.monotonic() + self.seconds
         for removal in self.removals:
             removal.found = removal.is_recorded()
             if self.policy == "refuse" and (held := removal.check()):
                 what = "is in use; nothing was changed (on_detach is refuse; --timeout waits)"
                 return self._stopped(removal.in_use(what, held).sentences)
         for removal in self.removals:
-            address = removal.gpu.pci_address
-            removal.record(partial(record_tainted, evict=removal.evict))
-            if address not in observe_gpus(system).resetting:
-                record_resetting(system, address, Resetting())
+            removal.record(partial(record_tainted, evict=removal.evict, reset=True))
         for removal in self.removals:
             ending = removal.run(self.policy, max(0, round(end - time.monotonic())))
             self.remarks += removal.remarks

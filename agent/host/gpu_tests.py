@@ -295,19 +295,26 @@ def _record(
     worst = max(results, key=lambda each: (list(GpuTestEnd).index(each.result), not each.slow))
     if worst.result is GpuTestEnd.NOT_RUN:
         return
+    # The error first: what ends the taint is the record of the result.
+    if fault := _fault(address, worst, judged):
+        record_fault(system, address, fault)
     record_test(system, address, worst.result is GpuTestEnd.PASSED, worst.result, *tested)
+
+
+def _fault(address: str, worst: GpuTestResult, judged: bool) -> GpuFault | None:
     again, now = f"`unbounded-agent gpus test {address}`", time.time()
     if worst.result is GpuTestEnd.FAILED and worst.slow:
         if not judged:
-            return
+            return None
         meaning = f"its test was too slow ({', '.join(worst.slow)}); look at its link and its cooling, then run {again}"
-        record_fault(system, address, GpuFault(SLOW, meaning, now, Verdict.DEGRADED, now, GPU_TEST))
-    elif worst.result.is_bad:
+        return GpuFault(SLOW, meaning, now, Verdict.DEGRADED, now, GPU_TEST)
+    if worst.result.is_bad:
         step = f" (step: {worst.step})" if worst.step else ""
         what = "did not end" if worst.result is GpuTestEnd.HUNG else f"failed{step}"
         reset = f"`unbounded-agent gpus reset {address}`"
         meaning = f"its test {what}; run {reset}, then {again}: if it fails again, replace the GPU"
-        record_fault(system, address, GpuFault(FAILED, meaning, now, Verdict.NEEDS_RESET, now, GPU_TEST))
+        return GpuFault(FAILED, meaning, now, Verdict.NEEDS_RESET, now, GPU_TEST)
+    return None
 
 
 def _compared(tried: Sequence[TriedGpu]) -> tuple[TriedGpu, ...]:

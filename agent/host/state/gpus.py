@@ -157,15 +157,18 @@ def record_detached(system: System, address: str, *, draining: bool) -> bool:
     return _device(system, address) is not None
 
 
-def record_tainted(system: System, address: str, *, evict: bool) -> bool:
+def record_tainted(system: System, address: str, *, evict: bool, reset: bool = False) -> bool:
     """Record that no new pod may get the GPU, although machines still have it. Otherwise like `record_detached`.
+
+    With `reset`, its reset has begun with that.
 
     A GPU that is detached already stays detached, because somebody may pull it out at any time, and its `draining`
     stays, because processes may still use it.
     """
 
     def tainted(note: GpuNote) -> GpuNote:
-        return replace(note, taint=replace(note.taint or Taint(evict, time.time()), evict=evict, testing=False))
+        taint = replace(note.taint or Taint(evict, time.time()), evict=evict, testing=False)
+        return replace(note, taint=taint, resetting=note.resetting or (Resetting() if reset else None))
 
     _change(system, address, tainted)
     return _device(system, address) is not None
@@ -197,13 +200,13 @@ def record_testing(system: System, address: str, *, testing: bool) -> bool:
 
 
 def record_test(system: System, address: str, passed: bool, result: str, machine: str = "", driver: str = "") -> None:
-    """Record the result of a test. A test that has passed ends an error that a test found."""
+    """Record the result of a test, and that it is over. A test that has passed ends an error that a test found."""
     test, bound = GpuTest(result, time.time(), machine, driver), binding(system, address)
 
     def tested(note: GpuNote) -> GpuNote:
         ended = passed and note.fault is not None and note.fault.source == GPU_TEST
-        fault = None if ended else note.fault
-        return replace(note, fault=fault, test=test, tested_binding=bound, begun=None)
+        fault, taint = None if ended else note.fault, None if note.taint and note.taint.testing else note.taint
+        return replace(note, fault=fault, taint=taint, test=test, tested_binding=bound, begun=None)
 
     _change(system, address, tested)
 
