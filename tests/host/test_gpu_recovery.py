@@ -38,6 +38,7 @@ from agent.model.paths import (
     report_directory,
 )
 from tests.fakes.clock import Clock
+from tests.fakes.command import Capture, command
 from tests.fakes.detach_site import FAST, HOLDER, Interrupted, Site
 from tests.fakes.gpu_host import MACHINE
 from tests.fakes.processes import POD_GROUP
@@ -545,3 +546,22 @@ def test_killed_at_each_write_the_gpu_is_withheld_and_comes_back(
 def nothing_left(site: Served) -> bool:
     notes = observe_gpus(site.host)
     return not any((notes.faults, notes.tainted, notes.resetting, notes.begun))
+
+
+@pytest.mark.parametrize("end", [GpuTestEnd.PASSED, GpuTestEnd.FAILED])
+def test_a_reset_by_hand_is_followed_by_a_test(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: Capture, end: GpuTestEnd
+) -> None:
+    """What an earlier test has found counts until then."""
+    site = made(tmp_path, clock, monkeypatch)
+    Smi(site)
+    site.end = GpuTestEnd.HUNG
+    assert site.serve_and_work()
+    site.end, before = end, site.tests
+    assert command(site.agent, f"gpus reset {SECOND} --dry-run") == 0
+    assert f"would run `unbounded-agent gpus test {SECOND}`" in capsys.readouterr().out
+    assert command(site.agent, f"gpus reset {SECOND}") == (end is not GpuTestEnd.PASSED)
+    shown = capsys.readouterr().out
+    assert f"{SECOND} was reset, works, and was given back to {MACHINE}\n{SECOND} {end}" in shown
+    assert site.tests == before + 1
+    assert site.state() == (NONE if end is GpuTestEnd.PASSED else ("TestFailed", Effect.NO_SCHEDULE))
