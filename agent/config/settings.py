@@ -760,7 +760,8 @@ class GpuRecoverySettings(Table, frozen=True, kw_only=True):
 
     policy: Literal["none", "reset"] = "none"
     """`"reset"`: reset a GPU that needs a reset, if the GPU or its driver itself asks for it (its recovery action, Xid
-    154). The service keeps new pods from the GPU, waits until no process has it open, and evicts nothing."""
+    154). The service waits until no process has the GPU open, and evicts nothing: a device plugin, which keeps GPUs
+    open, must be stopped."""
     attempts: Annotated[int, Range(1, 100)] = 2
     """How many times a GPU is reset at most within `hours`."""
     hours: Annotated[int, Range(1, 8760)] = 24

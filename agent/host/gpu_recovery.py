@@ -11,10 +11,10 @@ from functools import partial
 
 from agent.config.settings import Config
 from agent.host import gpu_reset
-from agent.host.detach import Timing
+from agent.host.detach import Timing, describe
 from agent.host.gpu_tests import run_tests
 from agent.host.reconcile import MachineOutcome, Outcome, Reconciler
-from agent.host.state.gpus import count_reset, record_begun, record_stopped, require_reset_left
+from agent.host.state.gpus import count_reset, observe_gpus, record_begun, record_stopped, require_reset_left
 from agent.host.vendors import host_vendor
 from agent.host.verify.gpu_states import health, needs_test
 from agent.model.conditions import Status
@@ -137,10 +137,17 @@ def _wanted_now(reconciler: Reconciler, what: str) -> list[str]:
 
 
 def _reset(address: str, reconciler: Reconciler, timing: Timing) -> str:
-    """Reset a GPU that no process has open. Return why that failed; empty if it did not."""
+    """Reset a GPU that no process has open. Return why that failed; empty if it did not.
+
+    A GPU in use is left as it is: new pods are kept from it by its verdict.
+    """
     recovery, system = reconciler.config.gpu_recovery, reconciler.system
     try:
         reset = gpu_reset.prepare([address], reconciler, evict=False, seconds=0.0, timing=timing)
+        (removal,) = reset.removals
+        if address not in observe_gpus(system).resetting and (held := removal.check()):
+            return f"in use by {'; by '.join(describe(held, removal.gpu))}"
+        reset.policy = "refuse"
         reset.allow = partial(count_reset, system, attempts=recovery.attempts, hours=recovery.hours)
         ending = reset.run()
     except AgentError as error:

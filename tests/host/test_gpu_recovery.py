@@ -383,24 +383,29 @@ def test_a_gpu_is_tested_after_its_reset(tmp_path: Path, clock: Clock, monkeypat
     assert (site.tests, site.state(), site.tested) == (before + 1, NONE, ("True", "Tested"))
 
 
-def test_pods_keep_a_gpu_that_is_to_be_reset(resetting: Served, smi: Smi) -> None:
+@pytest.mark.parametrize("allocation", ["dra", "device-plugin"])
+def test_pods_keep_a_gpu_that_is_to_be_reset(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, allocation: str
+) -> None:
     """It is withheld from new pods, nobody is evicted, and what it waits for is said."""
-    site = resetting
+    site = made(tmp_path, clock, monkeypatch, gate=False, recovery=RESET, allocation=allocation)
+    smi = Smi(site)
     directory = site.hold(group=POD_GROUP, command=b"train")
     site.asks_for_reset()
     assert site.serve_and_work()
     assert smi.calls == []
-    assert site.state() == ("Xid154", Effect.NO_SCHEDULE)
+    if allocation == "dra":
+        assert site.state() == ("Xid154", Effect.NO_SCHEDULE)
     status, reason, message = site.said(ConditionType.GPUS_HEALTHY)
     assert (status, reason) == ("False", "GPUNeedsReset")
-    assert f"the reset of {SECOND} waits: {SECOND} is withheld from new pods, but is still in use" in message
-    assert f"PID {HOLDER} (train)" in message
+    assert f"the reset of {SECOND} waits: in use by PID {HOLDER} (train)" in message
+    assert site.granted() == (FIRST, SECOND), "its pods' containers can restart"
     assert not site.serve()
     assert f"PID {HOLDER} (train)" in site.stopped[0]
     shutil.rmtree(directory)
     site.later(AGAIN)
     assert site.serve_and_work()
-    assert site.state() == NONE
+    assert (site.granted(), nothing_left(site)) == ((FIRST, SECOND), True)
     assert len(resets(site)) == 1, "to wait is no attempt"
 
 
