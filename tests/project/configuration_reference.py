@@ -25,7 +25,6 @@ from agent.config.settings import (
     ExtraMount,
     GpuHealthSettings,
     GpuRecoverySettings,
-    GpuRecoverySettings,
     HostNodeSettings,
     ImageSettings,
     KubeletSettings,
