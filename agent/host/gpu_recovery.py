@@ -5,9 +5,10 @@ if the service restarts. How that has ended is in the record of GPUs, not in wha
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Literal, TypeAlias
 
 from agent.config.settings import Config
 from agent.host import gpu_reset
@@ -20,12 +21,13 @@ from agent.host.verify.gpu_states import health, needs_test
 from agent.model.conditions import Status
 from agent.model.contract import GpuTestEnd
 from agent.model.errors import AgentError
-from agent.model.facts import RESET, TEST, Begun, Facts, Gpu, Verdict
+from agent.model.facts import Begun, Facts, Gpu, Verdict
 from agent.model.paths import WAKE
 from agent.model.text import one_line
 from agent.system.files import System
 from agent.system.systemd import list_units, queue_job
 
+What: TypeAlias = Literal["reset", "test"]
 UNIT = "unbounded-agent-gpus.service"
 """Runs `work`. systemd starts it only once at a time."""
 AGAIN, LATEST = 60.0, 600.0
@@ -34,19 +36,24 @@ SHOWN = 500
 """Characters of the reason why something did not succeed: it may name many processes."""
 
 
-def wanted(config: Config, facts: Facts, machines: tuple[MachineOutcome, ...]) -> Mapping[str, str]:
-    """Return the GPUs that need RESET or TEST, by address."""
+def wanted(config: Config, facts: Facts, machines: Iterable[MachineOutcome]) -> Mapping[str, What]:
+    """Return what GPUs need, by address. A test has to wait until `_may_begin`."""
     gpus = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
-    found = {
-        address: TEST
+    found: dict[str, What] = {
+        address: "test"
         for each in machines
-        if config.machines[each.name].test_gpus and each.ready.status is Status.TRUE
+        if config.machines[each.name].test_gpus
         for address in each.gpus
         if address in gpus and _is_free(address, facts) and needs_test(gpus[address], facts, each.name)
     }
     if config.gpu_recovery.policy == "reset":
-        found |= {address: RESET for address, gpu in gpus.items() if _needs_reset(gpu, facts)}
+        found |= {address: "reset" for address, gpu in gpus.items() if _needs_reset(gpu, facts)}
     return found
+
+
+def _may_begin(address: str, what: What, machines: Iterable[MachineOutcome]) -> bool:
+    """Return whether the GPU can be reset, or can be tested because a machine is ready for it."""
+    return what == "reset" or any(address in each.gpus and each.ready.status is Status.TRUE for each in machines)
 
 
 def _is_free(address: str, facts: Facts) -> bool:
@@ -59,7 +66,7 @@ def _needs_reset(gpu: Gpu, facts: Facts) -> bool:
     """Return whether to reset the GPU: it asks for that itself, or our reset has not ended."""
     address, fault, begun = gpu.pci_address, facts.gpus.faults.get(gpu.pci_address), facts.gpus.begun
     if address in facts.gpus.resetting:
-        return address in begun and begun[address].what == RESET
+        return address in begun and begun[address].what == "reset"
     asks = fault is not None and fault.own_word and health(gpu, facts).verdict is Verdict.NEEDS_RESET
     return asks and _is_free(address, facts) and host_vendor(gpu.vendor).reset is not None
 
@@ -72,8 +79,9 @@ def begin(config: Config, system: System, outcome: Outcome) -> tuple[str, ...]:
     begun, wants = outcome.facts.gpus.begun, wanted(config, outcome.facts, outcome.machines)
     for address in begun.keys() - wants.keys():
         record_begun(system, address, None)
-    due = {address: what for address, what in wants.items() if _is_due(begun.get(address), what)}
-    for address in [address for address, what in due.items() if what == RESET]:
+    possible = {address: what for address, what in wants.items() if _may_begin(address, what, outcome.machines)}
+    due = {address: what for address, what in possible.items() if _is_due(begun.get(address), what)}
+    for address in [address for address, what in due.items() if what == "reset"]:
         if address in outcome.facts.gpus.resetting:
             # The GPU may be reset already, and then has only to be given back.
             continue
@@ -81,7 +89,7 @@ def begin(config: Config, system: System, outcome: Outcome) -> tuple[str, ...]:
             require_reset_left(system, address, config.gpu_recovery.attempts, config.gpu_recovery.hours)
         except AgentError as error:
             del due[address]
-            _record(system, address, RESET, begun.get(address), str(error))
+            _record(system, address, "reset", begun.get(address), str(error))
     if due and not _runs(system):
         # Recorded first: whatever becomes of the unit, it is not started in each pass.
         for address, what in due.items():
@@ -90,17 +98,16 @@ def begin(config: Config, system: System, outcome: Outcome) -> tuple[str, ...]:
     return tuple(f"{address}: its {each.what} waits: {each.why}" for address, each in begun.items() if each.why)
 
 
-def _is_due(begun: Begun | None, what: str) -> bool:
+def _is_due(begun: Begun | None, what: What) -> bool:
     if begun is None or begun.what != what:
         return True
     # The clock may have been set back since.
     return not 0 <= time.time() - begun.at < min(LATEST, AGAIN * 2 ** min(begun.times - 1, 10))
 
 
-def _record(system: System, address: str, what: str, before: Begun | None, why: str = "") -> None:
-    again = before is not None and before.what == what
-    times, last = (before.times, before.why) if before and again else (0, "")
-    record_begun(system, address, Begun(what, times + 1, time.time(), why or last))
+def _record(system: System, address: str, what: What, before: Begun | None, why: str = "") -> None:
+    last = before if before and before.what == what else Begun(what, 0, 0.0)
+    record_begun(system, address, Begun(what, last.times + 1, time.time(), why or last.why))
 
 
 def _runs(system: System) -> bool:
@@ -112,28 +119,28 @@ def work(reconciler: Reconciler, timing: Timing = Timing()) -> None:
     """Reset and test the GPUs for which the configuration asks it. Raises OSError or an AgentError."""
     system = reconciler.system
     try:
-        for address in _wanted_now(reconciler, RESET):
+        for address in _wanted_now(reconciler, "reset"):
             if why := _reset(address, reconciler, timing):
-                _stopped(reconciler, address, RESET, why)
-        if tests := _wanted_now(reconciler, TEST):
+                _stopped(reconciler, address, "reset", why)
+        if tests := _wanted_now(reconciler, "test"):
             try:
                 ends = {each.gpu.pci_address: each for each in run_tests(tests, 0.0, False, reconciler, timing)}
             except AgentError as error:
                 for address in tests:
-                    _stopped(reconciler, address, TEST, str(error))
+                    _stopped(reconciler, address, "test", str(error))
             else:
                 for address, each in ends.items():
                     if each.end is GpuTestEnd.NOT_RUN:
-                        _stopped(reconciler, address, TEST, each.results[-1].message)
+                        _stopped(reconciler, address, "test", each.results[-1].message)
     finally:
         with suppress(OSError):
             system.write(WAKE, b"")
 
 
-def _wanted_now(reconciler: Reconciler, what: str) -> list[str]:
+def _wanted_now(reconciler: Reconciler, what: What) -> list[str]:
     outcome = reconciler.reconcile()
     found = wanted(reconciler.config, outcome.facts, outcome.machines)
-    return [address for address, wants in found.items() if wants == what]
+    return [each for each, wants in found.items() if wants == what and _may_begin(each, what, outcome.machines)]
 
 
 def _reset(address: str, reconciler: Reconciler, timing: Timing) -> str:
@@ -155,6 +162,6 @@ def _reset(address: str, reconciler: Reconciler, timing: Timing) -> str:
     return "" if ending.done else "; ".join(ending.sentences)
 
 
-def _stopped(reconciler: Reconciler, address: str, what: str, why: str) -> None:
+def _stopped(reconciler: Reconciler, address: str, what: What, why: str) -> None:
     reconciler.progress(f"{address}: its {what} is begun again later: {why}")
     record_stopped(reconciler.system, address, one_line(why)[:SHOWN])

@@ -167,7 +167,7 @@ def _set_condition(system: System, kubelet: Kubelet, applied: AllApplied, ages: 
     try:
         host_status = parse_host_status(system.read(HOST_STATUS))
         wanted = host_status.ready
-        others = {str(each.type): each.condition for each in host_status.others if each.type in TYPES}
+        others = {str(each.type): Condition(*each) for each in host_status.others if each.type in TYPES}
         if ages.of(HOST_STATUS, host_status.evaluated) > SILENT_AFTER:
             message = f"the host half has evaluated nothing since {rfc3339(host_status.evaluated)}: see "
             message += "`systemctl status unbounded-agent` on the host"

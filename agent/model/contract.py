@@ -42,10 +42,6 @@ class OtherStatus(NamedTuple):
     message: str
     last_transition: Seconds
 
-    @property
-    def condition(self) -> Condition:
-        return Condition(*self)
-
 
 class HostStatus(NamedTuple):
     """A machine's Ready condition after one pass, and other conditions for its Node object."""

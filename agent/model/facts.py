@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
@@ -152,14 +152,10 @@ class GpuTest(Struct, frozen=True, omit_defaults=True):
     """Whether the GPU was reset, attached or bound to a driver again since, or the machine was made again."""
 
 
-RESET, TEST = "reset", "test"
-
-
 class Begun(Struct, frozen=True, omit_defaults=True):
     """A reset or a test of a GPU that the service begins by itself until it has ended."""
 
-    what: str
-    """RESET or TEST."""
+    what: Literal["reset", "test"]
     times: int
     at: float
     """When it was last begun, in seconds since the epoch."""

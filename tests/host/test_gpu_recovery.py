@@ -32,6 +32,7 @@ from agent.model.paths import (
     GPU_RESETS,
     GPU_TESTS_NAME,
     GPUS,
+    RUNTIME,
     WAKE,
     gpu_states_file,
     gpu_test_file,
@@ -279,6 +280,16 @@ def test_a_machine_that_is_not_ready_is_not_asked(site: Served) -> None:
     assert site.serve()
 
 
+def test_a_machine_that_its_test_makes_unready_is_not_tested_in_a_loop(site: Served) -> None:
+    site.end = GpuTestEnd.NOT_RUN
+    assert site.serve_and_work()
+    for _ in range(3):
+        for failing in ({ConditionType.CDI_SPEC_CURRENT: "SpecRefused"}, {}):
+            site.failing = failing
+            site.answer()
+            assert not site.serve()
+
+
 def test_the_unit_is_not_started_while_it_runs(site: Served) -> None:
     for state in ("activating", "deactivating"):
         site.host.bus.unit(UNIT, state)
@@ -431,7 +442,9 @@ def test_attempts_are_limited_over_restarts_and_reboots(
     # The GPU is back, fails again, and the host was rebooted meanwhile.
     attach(SECOND, site.agent, FAST)
     smi.refusal = ""
-    site.host.remove(GPUS)
+    for name in site.host.entries(RUNTIME):
+        if name.endswith(".json"):
+            site.host.remove(f"{RUNTIME}/{name}")
     site.asks_for_reset()
     assert not site.serve()
     site.later(5 * 3600)

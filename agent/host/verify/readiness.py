@@ -25,18 +25,7 @@ from agent.model.conditions import (
     with_transitions,
     worst,
 )
-from agent.model.facts import (
-    RESET,
-    Absent,
-    Broken,
-    Facts,
-    MachineFacts,
-    Remembered,
-    RememberedGpu,
-    Seen,
-    Unseen,
-    Verdict,
-)
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Remembered, RememberedGpu, Seen, Unseen, Verdict
 from agent.model.goal import MachineGoal
 from agent.model.handoff import FabricAnswer, Report, with_remark
 from agent.model.paths import driver_root, machine_unit, mount_unit
@@ -317,8 +306,8 @@ def _gpus_healthy(case: Case) -> Condition:
     known = [(gpu, health(gpu, case.facts, case.machine.name)) for gpu in gpus if gpu.driver and not gpu.why_lost]
     bad = [(gpu, each) for verdict in VERDICTS for gpu, each in known if each.verdict is verdict]
     begun, grants = case.facts.gpus.begun, case.goal.grants if case.goal else ()
-    own = (gpu for grant in grants for gpu in (*grant.gpus, *grant.detached) if gpu in begun)
-    stopped = [f"the reset of {gpu} waits: {begun[gpu].why}" for gpu in own if begun[gpu].what == RESET]
+    own = [gpu for grant in grants for gpu in (*grant.gpus, *grant.detached) if gpu in begun and begun[gpu].why]
+    stopped = [f"the reset of {gpu} waits: {begun[gpu].why}" for gpu in own if begun[gpu].what == "reset"]
     said = [f"{gpu.pci_address} {each.verdict.in_words}: {each.message}" for gpu, each in bad]
     message = "; ".join(said + stopped)
     if fenced := [gpu.pci_address for gpu, each in bad if each.verdict.fenced]:
