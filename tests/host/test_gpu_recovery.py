@@ -27,7 +27,7 @@ from agent.model.contract import (
     render_test_results,
 )
 from agent.model.errors import BusAnswerError
-from agent.model.facts import THE_GPU, GpuFault, Verdict
+from agent.model.facts import GPU_TEST, THE_GPU, GpuFault, Verdict
 from agent.model.paths import (
     GPU_RESETS,
     GPU_TESTS_NAME,
@@ -377,6 +377,20 @@ def test_a_gpu_is_reset_and_given_back(resetting: Served, smi: Smi) -> None:
     assert (site.granted(), site.state(), smi.persistent[SECOND]) == ((FIRST, SECOND), NONE, True)
     site.later(86400)
     assert not site.serve()
+
+
+def test_what_a_test_found_does_not_make_the_service_reset_again_and_again(resetting: Served, smi: Smi) -> None:
+    """Without the gate, no test follows that could end it."""
+    site, at = resetting, time.time()
+    found = GpuFault("TestFailed", "simulated", at, Verdict.NEEDS_RESET, at, GPU_TEST)
+    assert record_fault(site.host, SECOND, found)
+    assert not site.serve()
+    site.asks_for_reset()
+    assert site.serve_and_work()
+    site.later(86400)
+    assert not site.serve()
+    assert observe_gpus(site.host).faults[SECOND].source == GPU_TEST
+    assert sum("--gpu-reset" in call for call in smi.calls) == 1
 
 
 def test_a_gpu_is_tested_after_its_reset(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

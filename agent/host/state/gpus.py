@@ -294,9 +294,11 @@ def forget_fault(system: System, address: str, until: float | None = None) -> bo
 
     def forgotten(note: GpuNote) -> GpuNote:
         nonlocal had_error
-        kept = note.fault and (note.fault.last > end or (until is not None and note.fault.source == GPU_TEST))
-        fault = note.fault if kept else None
-        had_error = note.fault is not fault
+        fault = note.fault if note.fault and note.fault.last > end else None
+        if note.fault and not fault and until is not None and note.fault.source == GPU_TEST:
+            # That the GPU asked for a reset is done with.
+            fault = replace(note.fault, own_word=False)
+        had_error = note.fault is not None and fault is None
         test = note.test and replace(note.test, outdated=True)
         return replace(note, fault=fault, attached=end, binding=bound, test=test)
 
