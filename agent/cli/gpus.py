@@ -8,6 +8,7 @@ from msgspec import Struct, to_builtins
 from agent.cli.output import document, report_problems, table
 from agent.cli.printing import confirm, say
 from agent.host import detach
+from agent.host.gpu_recovery import work
 from agent.host.gpu_reset import prepare
 from agent.host.gpu_tests import TriedGpu, run_tests
 from agent.host.plan.goal import Plan
@@ -81,7 +82,17 @@ def run_reset(options: argparse.Namespace, reconciler: Reconciler) -> int:
     confirm(f"{reset.names}: reset it as shown above", options)
     ending = reset.run()
     say(ending.sentences)
-    return 0 if ending.done else 1
+    if not reset.returned or not reset.to_test:
+        return 0 if ending.done else 1
+    tried = run_tests(reset.to_test, 0.0, False, reconciler)
+    say(line for each in tried for line in _test_lines(each))
+    return 0 if ending.done and all(each.end is GpuTestEnd.PASSED for each in tried) else 1
+
+
+def run_recovery(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Reset and test GPUs for the service. How that has ended is in the record of GPUs."""
+    work(reconciler)
+    return 0
 
 
 def run_test(options: argparse.Namespace, reconciler: Reconciler) -> int:

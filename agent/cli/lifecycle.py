@@ -14,6 +14,7 @@ from agent.host.provision.apply import STOP_LIMIT
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
 from agent.host.state.records import mark_start
+from agent.model.conditions import ConditionType, Status
 from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.paths import CORDONED_FOR, cordoned_file, machine_unit
@@ -27,9 +28,9 @@ ANSWER_LIMIT = 60.0
 def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Start, stop or restart a machine. Return the exit code. Raises AgentError.
 
-    A machine that starts is waited for, and its node is uncordoned if the agent cordoned it. If there is no kubeconfig
-    or the machine is not ready, the node stays cordoned, which counts as a failure. Before a machine stops, its node is
-    drained if a kubeconfig is given.
+    A machine that starts is waited for, and its node is uncordoned if the agent cordoned it. If there is no kubeconfig,
+    the machine is not ready or, with test_gpus, a GPU has not passed its test, the node stays cordoned, which counts as
+    a failure. Before a machine stops, its node is drained if a kubeconfig is given.
     """
     name, command, kubeconfig = options.machine, options.command, options.kubeconfig
     settings_of(name, reconciler.config)
@@ -62,8 +63,11 @@ def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     outcome, failures = watch.start()
     print_machines(watch.machines(outcome), reconciler)
     ready = not failures and watch.all_ready(outcome)
-    fenced = [gpu for each in watch.machines(outcome) for gpu in reconciler.cordons_for(each, outcome.facts)]
-    failures += _uncordon(name, reconciler, kubeconfig, ready=ready, fenced=[gpu.pci_address for gpu in fenced])
+    machines = watch.machines(outcome)
+    fenced = [gpu.pci_address for each in machines for gpu in reconciler.cordons_for(each, outcome.facts)]
+    tested = all(each.condition(ConditionType.GPUS_TESTED).status is Status.TRUE for each in machines)
+    not_yet = "" if ready else "is not ready" if tested else "has a GPU that has not passed its test (GPUsTested)"
+    failures += _uncordon(name, reconciler, kubeconfig, not_yet, fenced)
     return report_failures(failures) or (0 if ready else 1)
 
 
@@ -138,9 +142,9 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
 
 
 def _uncordon(
-    name: str, reconciler: Reconciler, kubeconfig: str, *, ready: bool, fenced: Sequence[str]
+    name: str, reconciler: Reconciler, kubeconfig: str, not_yet: str, fenced: Sequence[str]
 ) -> tuple[str, ...]:
-    """Uncordon the machine's node if the agent cordoned it, the machine is ready, and there is a kubeconfig.
+    """Uncordon the machine's node if the agent cordoned it, nothing is `not_yet` done, and there is a kubeconfig.
 
     With `fenced` GPUs, the machine does that, as with its own cordon: new pods must not get these GPUs meanwhile.
 
@@ -150,9 +154,9 @@ def _uncordon(
     if not system.exists(note):
         return ()
     node, again = system.read_text(note).strip(), f"`unbounded-agent start {name} --kubeconfig FILE`"
-    if not ready:
+    if not_yet:
         see = f"see `unbounded-agent doctor`, then run {again}"
-        return (f"node {node} stays cordoned, because its machine is not ready: {see}",)
+        return (f"node {node} stays cordoned, because its machine {not_yet}: {see}",)
     if not kubeconfig:
         return (f"this agent cordoned node {node}, and has not uncordoned it: run {again} to uncordon it",)
     change = ("annotate", "--overwrite", "node", node, f"{CORDONED_FOR}=start") if fenced else ("uncordon", node)

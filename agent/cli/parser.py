@@ -449,6 +449,14 @@ COMMANDS = {
         hidden=True,
         root=False,
     ),
+    "recover-gpus": Command(
+        "gpus:run_recovery",
+        "reset and test the GPUs for which gpu_recovery and test_gpus ask it",
+        "Run by unbounded-agent-gpus.service.",
+        examples=("sudo systemctl start unbounded-agent-gpus",),
+        configuration=LAST_GOOD,
+        hidden=True,
+    ),
     "prepare": Command(
         "prepare:run_prepare",
         "write a machine's settings before it starts",

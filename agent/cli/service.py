@@ -6,6 +6,7 @@ from functools import partial
 from agent.cli.doctor.host import diagnose_machines
 from agent.cli.host import load, make_reconciler
 from agent.config.load import Loaded
+from agent.host import gpu_recovery
 from agent.host.daemon import loop
 from agent.host.daemon.health import Fixes
 from agent.host.reconcile import Outcome, Reconciler
@@ -19,6 +20,7 @@ def serve(options: argparse.Namespace, reconciler: Reconciler) -> int:
         partial(load, options, system),
         lambda loaded, progress: make_reconciler(loaded, system, progress),
         fix=partial(fixes, system),
+        begin=lambda loaded, outcome: gpu_recovery.begin(loaded.config, system, outcome),
     )
 
 

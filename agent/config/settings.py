@@ -350,8 +350,7 @@ class KubeletSettings(Table, frozen=True, kw_only=True):
     gpu_labels: bool = False
     """Add labels for the machine's NVIDIA GPUs: `nvidia.com/gpu.present`, and the versions of driver and CUDA in
     `nvidia.com/cuda.driver-version.*` and `nvidia.com/cuda.runtime-version.*`, as GPU Feature Discovery names them. The
-    versions are those at the node's registration: after that, only GPU Feature Discovery or an administrator changes
-    them (docs/bootstrap.md#startup-taint)."""
+    versions are those at the node's registration (docs/bootstrap.md#startup-taint)."""
     taints: list[Taint] = []
     """Taints, as `KEY=VALUE:EFFECT`, that the node has from its registration on."""
     startup_taint: StartupTaint = ""
@@ -613,10 +612,10 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     """
     min_healthy_gpus: Annotated[int, Range(0, 64)] = 0
     """How many GPUs that can serve pods the machine needs to be ready. 0: one. GPUs that a condition names as faulty do
-    not count, such as those that need a reset (docs/conditions.md#gpushealthy).
-
-    Set it if the machine's pods need several GPUs together.
-    """
+    not count, such as those that need a reset (docs/conditions.md#gpushealthy)."""
+    test_gpus: bool = False
+    """Let each GPU pass `gpus test` before pods get it: when the machine is first ready, and after a reset, an attach
+    or a change of the driver (docs/conditions.md#gpustested)."""
     driver_wait: Annotated[int, Range(0, 240)] = 120
     """How many seconds the machine's start waits at most for a driver that loads late when the host boots.
 
@@ -755,6 +754,18 @@ class GpuHealthSettings(Table, frozen=True, kw_only=True):
     is asked only while it is in persistence mode or a pod has it open."""
 
 
+class GpuRecoverySettings(Table, frozen=True, kw_only=True):
+    """What the service does by itself about GPUs that do not work (docs/conditions.md#gpushealthy)."""
+
+    policy: Literal["none", "reset"] = "none"
+    """`"reset"`: reset a GPU that needs it, if the GPU or its driver itself asks for it (recovery action, Xid 154). The
+    service evicts nothing: it waits until no process has the GPU open, also no device plugin."""
+    attempts: Annotated[int, Range(1, 100)] = 2
+    """How many times a GPU is reset at most within `hours`."""
+    hours: Annotated[int, Range(1, 8760)] = 24
+    """See `attempts`."""
+
+
 class Config(Table, frozen=True, kw_only=True):
     """Everything that can be configured."""
 
@@ -763,3 +774,4 @@ class Config(Table, frozen=True, kw_only=True):
     metrics: MetricsSettings = MetricsSettings()
     driver: DriverSettings = DriverSettings()
     gpu_health: GpuHealthSettings = GpuHealthSettings()
+    gpu_recovery: GpuRecoverySettings = GpuRecoverySettings()

@@ -5,7 +5,7 @@ there, and `gpus attach` undoes it.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 
@@ -38,7 +38,7 @@ from agent.host.vendors import host_vendor
 from agent.host.verify.gpu_states import health
 from agent.model.device import DeviceKind
 from agent.model.errors import AgentError, CommandError
-from agent.model.facts import KERNEL_LOG, Facts, Gpu, Verdict
+from agent.model.facts import GPU_TEST, KERNEL_LOG, Facts, Gpu, Verdict
 from agent.model.handoff import DRA
 from agent.vendors.host_vendor import GpuReset, Refusal
 
@@ -126,6 +126,10 @@ class Reset(Struct):
     """What `sentences` tells about."""
     remarks: list[str] = field(default_factory=list)
     """What went wrong although the GPUs work, one sentence each."""
+    allow: Callable[[str], object] = lambda address: None
+    """Called for each GPU before it is reset. Raises AgentError if it must not be."""
+    returned: bool = False
+    """Whether the GPUs were reset, and were to be given back."""
 
     @property
     def addresses(self) -> list[str]:
@@ -134,6 +138,13 @@ class Reset(Struct):
     @property
     def names(self) -> str:
         return ", ".join(self.addresses)
+
+    @property
+    def to_test(self) -> list[str]:
+        """The GPUs that must pass a test afterwards."""
+        gated = [each for each in self.machines if self.reconciler.config.machines[each].test_gpus]
+        can = [each for each in self.removals if host_vendor(each.gpu.vendor).has_test]
+        return [each.gpu.pci_address for each in can if not set(each.machines).isdisjoint(gated)]
 
     def sentences(self) -> tuple[str, ...]:
         """Return what is known of the GPUs, and each step."""
@@ -160,6 +171,7 @@ class Reset(Struct):
             f"would {waits[self.policy]}, and take it from {have}",
             f"would {self.tool.describe(self.addresses)}",
             f"would forget its last error, and give it back to {have}",
+            *([f"would run `unbounded-agent gpus test {' '.join(self.to_test)}`"] if self.to_test else ()),
         )
 
     def run(self) -> Ending:
@@ -193,17 +205,14 @@ class Reset(Struct):
 
     def _take(self) -> Ending | None:
         """Keep new pods from the GPUs, and take them from their machines. Return why that failed."""
-        system, end = self.reconciler.system, time.monotonic() + self.seconds
+        end = time.monotonic() + self.seconds
         for removal in self.removals:
             removal.found = removal.is_recorded()
             if self.policy == "refuse" and (held := removal.check()):
                 what = "is in use; nothing was changed (on_detach is refuse; --timeout waits)"
                 return self._stopped(removal.in_use(what, held).sentences)
         for removal in self.removals:
-            address = removal.gpu.pci_address
-            removal.record(partial(record_tainted, evict=removal.evict))
-            if address not in observe_gpus(system).resetting:
-                record_resetting(system, address, Resetting())
+            removal.record(partial(record_tainted, evict=removal.evict, reset=True))
         for removal in self.removals:
             ending = removal.run(self.policy, max(0, round(end - time.monotonic())))
             self.remarks += removal.remarks
@@ -214,6 +223,8 @@ class Reset(Struct):
     def _reset(self) -> Ending | None:
         """Reset the GPUs, which no machine has. Return why that failed."""
         system, progress = self.reconciler.system, self.reconciler.progress
+        for address in self.addresses:
+            self.allow(address)
         for address in self.addresses:
             progress(f"letting the driver release {address}")
             self._release(address)
@@ -283,7 +294,7 @@ class Reset(Struct):
 
     def _give_back(self) -> Ending:
         """Give GPUs that were reset back to their machines."""
-        system, first = self.reconciler.system, self.removals[0]
+        system, first, self.returned = self.reconciler.system, self.removals[0], True
         failed = [
             why for each in self.removals for why in restore(each.gpu, self._recorded(each.gpu.pci_address), system)
         ]
@@ -300,7 +311,9 @@ class Reset(Struct):
         present = {gpu.pci_address: gpu for vendor in outcome.facts.vendors for gpu in vendor.gpus}
         known = [(each, health(present[each], outcome.facts)) for each in self.addresses if each in present]
         bad = [
-            f"{each} still {found.verdict.in_words}: {found.message}" for each, found in known if found.verdict.fenced
+            f"{each} still {found.verdict.in_words}: {found.message}"
+            for each, found in known
+            if found.verdict.fenced and not (found.source == GPU_TEST and each in self.to_test)
         ]
         sentence = f"{self.names} was reset, {'' if bad else 'works, '}and {what}"
         return Ending(not (giving.remarks or bad), (sentence, *bad, *giving.remarks, *self.remarks))

@@ -20,9 +20,10 @@ from agent.host.detach import Timing, find_gpu
 from agent.host.observe.machine import Address, Time
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import record_fault, record_test, record_testing
-from agent.host.state.locks import detach_lock, pass_lock
+from agent.host.state.locks import detach_lock, locked, pass_lock
 from agent.host.vendors import host_vendor
 from agent.host.verify.answers import MACHINE_SAYS
+from agent.host.verify.gpu_states import module_version
 from agent.model.contract import (
     FIRST_CONTEXT,
     VERSION,
@@ -36,7 +37,7 @@ from agent.model.contract import (
 from agent.model.errors import AgentError, DocumentError
 from agent.model.facts import GPU_TEST, Facts, Gpu, GpuFault, Verdict
 from agent.model.handoff import DRA, SIZE_LIMIT
-from agent.model.paths import GPU_TESTS_NAME, PCI_DEVICES, gpu_test_file, report_directory
+from agent.model.paths import GPU_TEST_LOCK, GPU_TESTS_NAME, PCI_DEVICES, gpu_test_file, report_directory
 from agent.model.text import one_line, printable
 from agent.model.typed_json import Format
 from agent.system.deadlines import read_device_text
@@ -93,6 +94,8 @@ def run_tests(
     with ExitStack() as stack:
         for address in addresses:
             stack.enter_context(detach_lock(reconciler.system, address))
+        # The request of another GPU's test would replace the machine's.
+        stack.enter_context(locked(reconciler.system, GPU_TEST_LOCK, 0, "another `gpus test` is still running"))
         # Once more: until now, somebody may have detached one.
         facts = reconciler.preview()[0]
         gpus = [find_gpu(address, facts) for address in addresses]
@@ -100,8 +103,9 @@ def run_tests(
         places = {gpu.pci_address: _machines(gpu, facts)[0] for gpu in gpus if gpu.pci_address not in problems}
         request = GpuTestRequest(secrets.token_hex(8), seconds, (), force)
         uuids = {gpu.pci_address: gpu.uuid for gpu in gpus}
+        drivers = {gpu.pci_address: module_version(gpu, facts) for gpu in gpus}
         shared = frozenset(gpu.pci_address for gpu in gpus if len(_machines(gpu, facts)) > 1)
-        tests = _Tests(reconciler, timing, request, places, problems, uuids, shared)
+        tests = _Tests(reconciler, timing, request, places, problems, uuids, drivers, shared)
         if places:
             try:
                 tests.run()
@@ -159,6 +163,8 @@ class _Tests(Struct):
     """Why GPUs were not tested, or machines no longer test, by address or name."""
     uuids: Mapping[str, str]
     """Of whole GPUs, by address."""
+    drivers: Mapping[str, str]
+    """The versions of the kernel modules, by address."""
     shared: frozenset[str]
     """GPUs that several machines have. No machine's word may cost, or give, another machine a GPU."""
     results: dict[tuple[str, str, str], GpuTestResult] = field(default_factory=dict)
@@ -256,7 +262,8 @@ class _Tests(Struct):
         if address in self.shared:
             return True
         try:
-            _record(self.reconciler.system, address, self._results(address), judged=not self.request.force)
+            tested = (self.places[address], self.drivers[address])
+            _record(self.reconciler.system, address, self._results(address), tested, judged=not self.request.force)
         except (AgentError, OSError) as error:
             self.reconciler.progress(
                 f"cannot record the result of {address}, so it stays withheld from new pods until the next test or "
@@ -279,33 +286,43 @@ class _Tests(Struct):
         return (*results, GpuTestResult(address, "", GpuTestEnd.NOT_RUN, message=why))
 
 
-def _record(system: System, address: str, results: Iterable[GpuTestResult], *, judged: bool) -> None:
+def _record(
+    system: System, address: str, results: Iterable[GpuTestResult], tested: tuple[str, str], *, judged: bool
+) -> None:
     """Record the worst result, and a fault if there is one. To be not tested says nothing.
 
-    If not `judged`, other programs may have used the GPU: then it may be slow.
+    `tested` are the machine and the driver's version. If not `judged`, other programs may have used the GPU: then it
+    may be slow.
     """
     counting = [each for each in results if each.counts]
     worst = max(counting, key=lambda each: (list(GpuTestEnd).index(each.result), not each.slow))
     if worst.result is GpuTestEnd.NOT_RUN:
         return
+    # The error first: what ends the taint is the record of the result.
+    if fault := _fault(address, worst, judged):
+        record_fault(system, address, fault)
     ended = (FAILED, SLOW, *(PEER_FAILED for each in counting if each.peer))
-    record_test(system, address, worst.result, ended if worst.result is GpuTestEnd.PASSED else ())
+    record_test(system, address, worst.result, ended if worst.result is GpuTestEnd.PASSED else (), *tested)
+
+
+def _fault(address: str, worst: GpuTestResult, judged: bool) -> GpuFault | None:
     again, now = f"`unbounded-agent gpus test {address}`", time.time()
     if worst.peer:
         again = f"`unbounded-agent gpus test {address} {worst.peer}`"
     if worst.result is GpuTestEnd.FAILED and worst.slow:
         if not judged:
-            return
+            return None
         meaning = f"its test was too slow ({', '.join(worst.slow)}); look at its link and its cooling, then run {again}"
-        record_fault(system, address, GpuFault(SLOW, meaning, now, Verdict.DEGRADED, now, GPU_TEST))
-    elif worst.result.is_bad:
+        return GpuFault(SLOW, meaning, now, Verdict.DEGRADED, now, GPU_TEST)
+    if worst.result.is_bad:
         step = f" (step: {worst.step})" if worst.step else ""
         what = "did not end" if worst.result is GpuTestEnd.HUNG else f"failed{step}"
         reset = f"`unbounded-agent gpus reset {address}`"
         found = PEER_FAILED if worst.peer else FAILED
         what = f"with {worst.peer} {what}; either may be at fault, or the host's IOMMU" if worst.peer else what
         meaning = f"its test {what}; run {reset}, then {again}: if it fails again, replace the GPU"
-        record_fault(system, address, GpuFault(found, meaning, now, Verdict.NEEDS_RESET, now, GPU_TEST))
+        return GpuFault(found, meaning, now, Verdict.NEEDS_RESET, now, GPU_TEST)
+    return None
 
 
 def _compared(tried: Sequence[TriedGpu]) -> tuple[TriedGpu, ...]:

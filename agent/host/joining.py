@@ -7,12 +7,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from agent.host.apply.steps import give_token_again
+from agent.host.gpu_recovery import begin
 from agent.host.observe.machine import observe_joined
 from agent.host.provision.node_files import read_token
 from agent.host.provision.preflight import Asking, check_server
 from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import MachineOutcome, Outcome, Reconciler, started_and_stopped
-from agent.model.conditions import ConditionType, Reason, Status
+from agent.model.conditions import Condition, ConditionType, Reason, Status
 from agent.model.errors import AgentError
 from agent.model.node import Check
 from agent.model.paths import machine_unit, token_file
@@ -29,6 +30,9 @@ SERVER_POLL = 5.0
 """Seconds between two requests to an API server."""
 NODE_POLL = 0.5
 """Seconds between two passes while machines boot."""
+TEST_LIMIT = 900.0
+"""Seconds in addition until the GPUs of a machine with test_gpus are tested: up to a minute for each of eight, and what
+did not succeed is begun again."""
 LIMIT_NOTE = f"this command waits at most {SERVER_LIMIT / 60:.0f} minutes for its answer"
 NOT_JOINED = "its kubelet has not joined the cluster yet"
 
@@ -79,12 +83,15 @@ class Watch(Struct, frozen=True):
                 reasons[machine.name] = machine.awaited
             elif not self._joined(machine.name):
                 reasons[machine.name] = None
+            elif machine.ready.status is Status.TRUE and _tested(machine).status is Status.UNKNOWN:
+                reasons[machine.name] = _tested(machine).message
         return reasons
 
     def all_ready(self, outcome: Outcome) -> bool:
-        """Return whether all machines are ready and have joined."""
+        """Return whether all machines are ready and have joined, and their GPUs have passed the test if they must."""
         machines = self.machines(outcome)
-        return all(each.ready.status is Status.TRUE and self._joined(each.name) for each in machines)
+        tested = all(_tested(each).status is Status.TRUE for each in machines)
+        return tested and all(each.ready.status is Status.TRUE and self._joined(each.name) for each in machines)
 
     def _joined(self, name: str) -> bool:
         """Return whether the machine has joined and its bootstrap token is removed; True without node settings."""
@@ -100,6 +107,13 @@ class Watch(Struct, frozen=True):
         outcome, started = self.reconciler.reconcile(), set[str]()
         failures = outcome.failures_of(self.names) + self._start_stopped(outcome, started)
         return (outcome, failures) if failures else self._wait(started | _running(outcome))
+
+    def _begin_test(self, outcome: Outcome) -> None:
+        """Begin what the service would begin: it may not run."""
+        try:
+            begin(self.reconciler.config, self.reconciler.system, outcome)
+        except (AgentError, OSError) as error:
+            self.reconciler.progress(f"cannot begin the test of the GPUs: {error}")
 
     def _start_stopped(self, outcome: Outcome, started: set[str]) -> tuple[str, ...]:
         """Start stopped machines that have their settings and are not in `started`; add them to it.
@@ -130,12 +144,16 @@ class Watch(Struct, frozen=True):
 
     def _wait(self, started: set[str]) -> tuple[Outcome, tuple[str, ...]]:
         """Wait until all machines are finished, something fails, or time is up. Return the same as `start`."""
-        limit = JOIN_LIMIT + max(self.reconciler.config.machines[name].driver_wait for name in self.names)
+        settings = [self.reconciler.config.machines[name] for name in self.names]
+        must_test = any(each.test_gpus for each in settings)
+        limit = JOIN_LIMIT + max(each.driver_wait for each in settings) + TEST_LIMIT * must_test
         began = limit_since = time.monotonic()
         last_sentence, failing, joining = "", set[str](), dict[str, _Joining]()
         while True:
             time.sleep(NODE_POLL)
             outcome = self.reconciler.reconcile()
+            if must_test:
+                self._begin_test(outcome)
             facts = {each.name: each for each in outcome.facts.machines}
             # A machine that was started, and no longer runs, is a failure even if no pass saw it run: its start may
             # have failed between two passes.
@@ -170,6 +188,10 @@ class Watch(Struct, frozen=True):
             if sentence != last_sentence:
                 self.reconciler.progress(sentence)
                 last_sentence = sentence
+
+
+def _tested(machine: MachineOutcome) -> Condition:
+    return machine.condition(ConditionType.GPUS_TESTED)
 
 
 def _running(outcome: Outcome) -> set[str]:

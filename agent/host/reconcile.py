@@ -290,10 +290,12 @@ class Reconciler(Struct):
             write_ages(self.system, self.memory.ages)
             statuses = dict[str, bytes]()
             for each in machines:
-                wanted, fenced = self.config.machines[each.name].node_condition, self.cordons_for(each, facts)
-                if wanted or fenced:
-                    status = render_host_status(each.ready, time.time(), node_condition=wanted, fenced=fenced)
-                    statuses[each.name] = status
+                settings, fenced = self.config.machines[each.name], self.cordons_for(each, facts)
+                if settings.node_condition or fenced:
+                    others = [each.condition(ConditionType.GPUS_TESTED)] if settings.test_gpus else []
+                    statuses[each.name] = render_host_status(
+                        each.ready, time.time(), others, node_condition=settings.node_condition, fenced=fenced
+                    )
             failures += not_listed + not_recorded + publish_host_status(self.system, statuses, with_state)
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
             failures += remove_used_tokens(nodes, self.system)
@@ -402,7 +404,7 @@ class Reconciler(Struct):
         for goal in planned.goal.machines:
             settings = self.config.machines[goal.name]
             if settings.allocation == DRA:
-                found = gpu_states(goal, facts, planned.goal.remembered, settings.share_gpus)
+                found = gpu_states(goal, facts, planned.goal.remembered, settings.share_gpus, settings.test_gpus)
                 states[goal.name] = render_gpu_states(found)
             if causes := [each.fabric_cause for each in goal.grants if each.fabric_cause]:
                 fabric[goal.name] = "; ".join(causes).encode()

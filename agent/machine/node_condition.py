@@ -1,4 +1,4 @@
-"""`python3 -m agent.machine.node_condition`: sets the condition GPUReady on this machine's own Node, and cordons it.
+"""`python3 -m agent.machine.node_condition`: sets GPUReady, and perhaps GPUsTested, on this machine's Node; cordons it.
 
 unbounded-agent-node-condition.service runs it separately from the GPU setup, which must never wait for an API server.
 The result is noted, and the next run of the GPU setup reports it as NodeConditionSet and Report.cordon. The exit code
@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from agent.machine.node_cordon import settle_cordon
@@ -29,11 +30,12 @@ from agent.system.process import host_runner
 
 KIND = ConditionType.NODE_CONDITION_SET
 TYPE = "GPUReady"
-"""The condition's type on the Node, which also has the kubelet's conditions."""
+"""The type of Ready on the Node, which also has the kubelet's conditions."""
+TYPES = (TYPE, str(ConditionType.GPUS_TESTED))
 
 
-def change_condition(system: System, identity: Identity, condition: dict[str, str] | None) -> Condition | None:
-    """Set the agent's condition on the Node, or remove it if `condition` is None.
+def change_conditions(system: System, identity: Identity, changes: list[dict[str, str]]) -> Condition | None:
+    """Change the agent's conditions on the Node.
 
     Returns None after a success, otherwise the machine's condition NodeConditionSet, which is False and says why.
     Raises AgentError if the kubeconfig is unusable.
@@ -43,7 +45,7 @@ def change_condition(system: System, identity: Identity, condition: dict[str, st
     # A strategic merge patch, as the kubelet sends it: the API server merges it with what others change at the same
     # time. Not server-side apply: when it removes our only condition, it also removes all conditions that have no field
     # manager.
-    patch = {"status": {"conditions": [condition or {"$patch": "delete", "type": TYPE}]}}
+    patch = {"status": {"conditions": changes}}
     try:
         client = ApiClient(Credentials(system, identity.kubeconfig))
         client.request("PATCH", f"/api/v1/nodes/{identity.node}/status", patch)
@@ -70,7 +72,7 @@ RESTART = (
 
 
 class Applied(NamedTuple):
-    """The last condition that the API server accepted."""
+    """A condition as the API server last accepted it."""
 
     node: str
     status: str
@@ -80,6 +82,24 @@ class Applied(NamedTuple):
     """When the status last changed, in seconds since the epoch."""
     heartbeat: float
     """When the condition was last set, in seconds since the epoch."""
+
+    def as_condition(self, kind: str) -> dict[str, str]:
+        return {
+            "type": kind,
+            "status": self.status,
+            "reason": self.reason,
+            "message": self.message,
+            "lastHeartbeatTime": rfc3339(self.heartbeat),
+            "lastTransitionTime": rfc3339(self.transition),
+        }
+
+
+AllApplied = dict[str, Applied]
+"""By the condition's type on the Node."""
+
+
+def _removals(kinds: Iterable[str]) -> list[dict[str, str]]:
+    return [{"$patch": "delete", "type": kind} for kind in kinds]
 
 
 def main() -> int:
@@ -116,7 +136,7 @@ def _published(system: System) -> FileIdentity | None:
 
 
 def run(system: System) -> None:
-    """Set the condition on the Node, or remove it if it is no longer configured, cordon it, and note the result.
+    """Set the conditions on the Node, or remove them if they are not configured, cordon it, and note the result.
 
     Raises OSError if the result cannot be noted.
     """
@@ -124,7 +144,7 @@ def run(system: System) -> None:
     # If the note cannot be read, the condition is set again.
     with contextlib.suppress(OSError):
         noted = notes.load(NOTE)
-    applied = Applied(**noted["applied"]) if noted.get("applied") else None
+    applied = {kind: Applied(**each) for kind, each in noted.get("conditions", {}).items()}
     kubelet = Kubelet(system, Process(**noted["service"]) if noted.get("service") else None)
     ages = ages_in(noted.get("ages", {}))
     # First: a new pod must not get a fenced GPU.
@@ -136,9 +156,9 @@ def run(system: System) -> None:
             applied, outcome = _remove_condition(system, kubelet, applied)
     except (AgentError, OSError) as error:
         outcome = false(KIND, Reason.FAILED, str(error))
-    events = tell(system, kubelet, applied[1:4] if applied else (), noted.get("events", {}))
+    events = tell(system, kubelet, applied[TYPE][1:4] if TYPE in applied else (), noted.get("events", {}))
     kept = {
-        "applied": applied._asdict() if applied else None,
+        "conditions": {kind: each._asdict() for kind, each in applied.items()},
         "told": say_changes(noted.get("told", {}), (outcome,)),
         "ages": ages.observations,
         "events": events,
@@ -150,7 +170,7 @@ def run(system: System) -> None:
 
 
 def _is_configured(system: System) -> bool:
-    """Return whether the host wants the condition. A document of another release may say so too."""
+    """Return whether the host wants conditions. A document of another release may say so too."""
     try:
         return parse_object(HOST_STATUS, system.read(HOST_STATUS)).get("node_condition") is not False
     except FileNotFoundError:
@@ -159,47 +179,45 @@ def _is_configured(system: System) -> bool:
         return True
 
 
-def _set_condition(
-    system: System, kubelet: Kubelet, applied: Applied | None, ages: Ages
-) -> tuple[Applied | None, Condition]:
-    """Set the condition on the Node if it has changed or a heartbeat is due."""
-    problem = None
+def _set_condition(system: System, kubelet: Kubelet, applied: AllApplied, ages: Ages) -> tuple[AllApplied, Condition]:
+    """Set the conditions on the Node that have changed, or of which a heartbeat is due."""
+    problem, others = None, dict[str, Condition]()
     try:
         host_status = parse_host_status(system.read(HOST_STATUS))
         wanted = host_status.ready
+        others = {str(each.type): Condition(*each) for each in host_status.others if each.type in TYPES}
         if ages.of(HOST_STATUS, host_status.evaluated) > SILENT_AFTER:
             message = f"the host half has evaluated nothing since {rfc3339(host_status.evaluated)}: see "
             message += "`systemctl status unbounded-agent` on the host"
             wanted = unknown(ConditionType.READY, Reason.AGENT_SILENT, message)
+            others = dict.fromkeys(others, wanted)
     except (DocumentError, OSError) as error:
         problem = false(KIND, Reason.BAD_DOCUMENT, f"{HOST_STATUS}: {error}")
         wanted = unknown(ConditionType.READY, Reason.BAD_DOCUMENT, str(error))
+        others = {kind: wanted for kind in applied if kind != TYPE}
     identity = kubelet.find(KIND)
     if isinstance(identity, Condition):
         return applied, identity
-    if applied and applied.node != identity.node:
-        applied = None
-    target = _target(identity, wanted, applied, time.time())
-    if target != applied:
+    applied = {kind: each for kind, each in applied.items() if each.node == identity.node}
+    now = time.time()
+    targets = {
+        kind: _target(identity, each, applied.get(kind), now) for kind, each in ({TYPE: wanted} | others).items()
+    }
+    if targets != applied:
         if _recorded_node(system) != identity.node:
             # The Node is recorded before its condition is first set, and on disk: the condition outlives a machine's
             # boot.
             system.write(NODE_CONDITION_MARK, f"{identity.node}\n".encode(), 0o600)
-        condition = {
-            "type": TYPE,
-            "status": target.status,
-            "reason": target.reason,
-            "message": target.message,
-            "lastHeartbeatTime": rfc3339(target.heartbeat),
-            "lastTransitionTime": rfc3339(target.transition),
-        }
-        failure = change_condition(system, identity, condition)
+        # If nothing is noted, the Node may have conditions from before the machine's boot.
+        removed = _removals(kind for kind in applied or TYPES if kind not in targets)
+        changed = [each.as_condition(kind) for kind, each in targets.items() if each != applied.get(kind)]
+        failure = change_conditions(system, identity, removed + changed)
         if failure and failure.reason == Reason.NODE_NOT_REGISTERED and applied:
             failure = false(KIND, Reason.NODE_DELETED, f"node {identity.node} was deleted: {RESTART}")
         if failure:
             return applied, failure
     done = true(KIND, Reason.SET, f"condition {TYPE} of node {identity.node} is {wanted.status} {wanted.reason}")
-    return target, problem or done
+    return targets, problem or done
 
 
 def _target(identity: Identity, wanted: Condition, applied: Applied | None, now: float) -> Applied:
@@ -215,21 +233,21 @@ def _target(identity: Identity, wanted: Condition, applied: Applied | None, now:
     return new
 
 
-def _remove_condition(system: System, kubelet: Kubelet, applied: Applied | None) -> tuple[Applied | None, Condition]:
-    """Remove the agent's condition from the Node, if the Node is recorded as having it.
+def _remove_condition(system: System, kubelet: Kubelet, applied: AllApplied) -> tuple[AllApplied, Condition]:
+    """Remove the agent's conditions from the Node, if the Node is recorded as having them.
 
-    If the recorded Node is not this kubelet's, its condition stays, because this kubelet may not change it; only the
-    record is removed. Return two values: `applied`, or None if the record is gone; and NodeConditionSet.
+    If the recorded Node is not this kubelet's, its conditions stay, because this kubelet may not change it; only the
+    record is removed. Return two values: `applied`, which is empty if the record is gone; and NodeConditionSet.
     """
     done = not_applicable(KIND, "the Node has no condition of this agent, and none is configured")
     recorded = _recorded_node(system)
     if recorded is None:
-        return None, done
+        return {}, done
     identity = kubelet.find(KIND)
     if isinstance(identity, Condition):
         return applied, identity
     if identity.node == recorded:
-        failure = change_condition(system, identity, None)
+        failure = change_conditions(system, identity, _removals(TYPES))
         # If the Node does not exist, its condition does not either.
         if failure and failure.reason != Reason.NODE_NOT_REGISTERED:
             return applied, failure
@@ -237,7 +255,7 @@ def _remove_condition(system: System, kubelet: Kubelet, applied: Applied | None)
         why = f"this machine's kubelet is now that of node {identity.node}, and may not change another node"
         say(INFO, f"node {recorded} keeps its condition {TYPE}: {why}")
     system.remove(NODE_CONDITION_MARK)
-    return None, done
+    return {}, done
 
 
 def _recorded_node(system: System) -> str | None:

@@ -157,6 +157,12 @@ class Reason(StrEnum):
     # ValidationMarkersSet:
     NOT_PROVEN = "NotProven"
 
+    # GPUsTested:
+    TESTED = "Tested"
+    TEST_FAILED = "TestFailed"
+    NOT_TESTED = "NotTested"
+    TESTING = "Testing"
+
     # GPUsAdvertised:
     ADVERTISED = "Advertised"
     NO_KUBELET = "NoKubelet"
@@ -226,6 +232,7 @@ class ConditionType(StrEnum):
     RUNTIME_CONFIGURED = "RuntimeConfigured"
     RUNTIME_ACTIVE = "RuntimeActive"
     VALIDATION_MARKERS_SET = "ValidationMarkersSet"
+    GPUS_TESTED = "GPUsTested"
     GPUS_ADVERTISED = "GPUsAdvertised"
     NODE_CONDITION_SET = "NodeConditionSet"
     READY = "Ready"
@@ -236,6 +243,7 @@ NOT_NEEDED_FOR_READY = frozenset(
         ConditionType.GPUS_COMPLETE,
         ConditionType.PERSISTENCE_MODE,
         ConditionType.VALIDATION_MARKERS_SET,
+        ConditionType.GPUS_TESTED,
         ConditionType.GPUS_ADVERTISED,
         ConditionType.NODE_CONDITION_SET,
         ConditionType.READY,

@@ -46,16 +46,27 @@ class FencedGpu(NamedTuple):
     reason: OneWord
 
 
+class OtherStatus(NamedTuple):
+    """Another condition of the machine."""
+
+    type: ConditionType
+    status: Status
+    reason: str
+    message: str
+    last_transition: Seconds
+
+
 class HostStatus(NamedTuple):
-    """A machine's Ready condition after one pass, and what the machine should do to its Node."""
+    """A machine's Ready condition after one pass, other conditions, and what the machine should do to its Node."""
 
     status: Status
     reason: str
     message: str
     last_transition: Seconds
     evaluated: Seconds
+    others: tuple[OtherStatus, ...] = ()
     node_condition: bool = True
-    """Whether the Node should have this condition."""
+    """Whether the Node should have these conditions."""
     fenced: tuple[FencedGpu, ...] = ()
     """GPUs for which the machine should cordon its Node, if a device plugin offers them."""
 
@@ -65,10 +76,16 @@ class HostStatus(NamedTuple):
 
 
 def render_host_status(
-    ready: Condition, now: float, *, node_condition: bool = True, fenced: Iterable[FencedGpu] = ()
+    ready: Condition,
+    now: float,
+    others: Iterable[Condition] = (),
+    *,
+    node_condition: bool = True,
+    fenced: Iterable[FencedGpu] = (),
 ) -> bytes:
-    """Return the document with this Ready condition, evaluated at `now`."""
-    known = (ready.status, ready.reason, one_line(ready.message), ready.last_transition, now)
+    """Return the document with this Ready condition, and others, evaluated at `now`."""
+    said = tuple(OtherStatus(*each[:3], one_line(each.message), each.last_transition) for each in others)
+    known = (ready.status, ready.reason, one_line(ready.message), ready.last_transition, now, said)
     return render_document(VERSION, HostStatus(*known, node_condition, tuple(sorted(fenced))))
 
 

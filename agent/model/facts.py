@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
@@ -134,15 +134,34 @@ class GpuFault(Struct, frozen=True, omit_defaults=True):
     """Any later answer of the GPU that names no error ends it."""
     vendor: str = ""
     """Set if the error is not of one GPU, but of something that all GPUs of this vendor on the host need."""
+    own_word: bool = False
+    """Whether the GPU or its driver itself has asked for a reset since the first error."""
 
 
-class GpuTest(Struct, frozen=True):
+class GpuTest(Struct, frozen=True, omit_defaults=True):
     """The last test of a GPU."""
 
     result: str
     """A GpuTestEnd; the worst one of the GPU's devices."""
     at: float
     """When the host read the result, in seconds since the epoch."""
+    machine: str = ""
+    """The machine that tested it."""
+    driver: str = ""
+    """The version of the kernel module; empty if that is unknown."""
+    outdated: bool = False
+    """Whether the GPU was reset, attached or bound to a driver again since, or the machine was made again."""
+
+
+class Begun(Struct, frozen=True, omit_defaults=True):
+    """A reset or a test of a GPU that the service begins by itself until it has ended."""
+
+    what: Literal["reset", "test"]
+    times: int
+    at: float
+    """When it was last begun, in seconds since the epoch."""
+    why: str = ""
+    """What stopped it the last time, in a sentence; empty if that is unknown."""
 
 
 class Placement(Struct, frozen=True):
@@ -176,6 +195,9 @@ class GpuFacts(Struct, frozen=True):
     attached: Mapping[str, float] = field(default_factory=dict)
     """When an administrator last attached each GPU, in seconds since the epoch: what it said before is forgotten."""
     tests: Mapping[str, GpuTest] = field(default_factory=dict)
+    begun: Mapping[str, Begun] = field(default_factory=dict)
+    resetting: frozenset[str] = frozenset()
+    """GPUs whose reset has begun, and has not ended."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Observed only if a machine uses Dynamic Resource Allocation."""
 

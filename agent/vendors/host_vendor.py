@@ -197,6 +197,8 @@ class GpuError(Struct, frozen=True):
     """Whether a program caused the error."""
     lost: bool = False
     """Whether the error means that the GPU stopped answering."""
+    own_word: bool = False
+    """Whether the GPU or its driver itself asks for a reset, as in GpuFault."""
     recovered: bool = False
     """It is no error: the driver says that a GPU no longer needs a reset or a reboot."""
     until_answer: bool = False

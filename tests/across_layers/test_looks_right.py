@@ -96,6 +96,7 @@ IN_THE_MACHINE: Mapping[ConditionType, str] = {
     KIND.RUNTIME_CONFIGURED: "containerd/test_configure.py::test_lost_and_changed_settings_are_found",
     KIND.RUNTIME_ACTIVE: "containerd/test_active.py::test_a_plugin_that_failed_is_reported_in_containerds_words",
     KIND.VALIDATION_MARKERS_SET: "kubelet/test_validation_markers.py::test_markers_follow_what_is_proven",
+    KIND.GPUS_TESTED: "test_gpu_tests.py::test_how_a_test_ends",
     KIND.GPUS_ADVERTISED: "kubelet/test_device_plugin.py::test_a_plugin_that_exited_or_was_killed",
     KIND.NODE_CONDITION_SET: "kubelet/test_node_condition.py::test_refusals_are_quoted_and_retried",
 }

@@ -409,6 +409,16 @@ def test_a_second_test_or_a_detach_of_the_same_gpu_is_refused(site: Site) -> Non
     assert ends(site, SECOND) == [(SECOND, GpuTestEnd.PASSED)]
 
 
+def test_two_tests_do_not_replace_each_others_requests(site: Site) -> None:
+    def second() -> None:
+        with pytest.raises(AgentError, match="another `gpus test` is still running"):
+            ends(site, FIRST)
+        says(site, result())()
+
+    site.meanwhile = [lambda: None, second]
+    assert ends(site, SECOND) == [(SECOND, GpuTestEnd.PASSED)]
+
+
 def test_seconds_are_limited(capsys: pytest.CaptureFixture[str]) -> None:
     assert LONGEST_TEST == TEST_LIMIT
     parser = make_parser("gpus")

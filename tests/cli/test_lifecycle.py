@@ -11,10 +11,11 @@ from msgspec.structs import replace
 from agent.config.settings import Config, MachineSettings
 from agent.host.allocation import UNSCHEDULABLE
 from agent.host.apply.steps import apply
+from agent.host.gpu_recovery import UNIT
 from agent.host.provision.apply import performers
 from agent.host.provision.plan import RemoveRoot
 from agent.host.reconcile import Reconciler
-from agent.host.state.gpus import record_fault
+from agent.host.state.gpus import record_fault, record_test
 from agent.host.state.locks import machine_locks, pass_lock
 from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.facts import GpuFault, Verdict
@@ -74,6 +75,41 @@ def test_pods_are_moved_before_the_machine_stops_and_may_return(host: NodeHost, 
     assert command(agent, f"start {MACHINE} --kubeconfig={ADMIN}") == 0
     assert kubectl(host)[-1] == UNCORDON
     assert not host.exists(cordoned_file(MACHINE))
+
+
+@pytest.mark.parametrize("end", ["passed", "failed", ""])
+def test_a_node_is_uncordoned_only_after_its_gpus_have_passed_their_test(
+    host: NodeHost, clock: Clock, capsys: Capture, end: str
+) -> None:
+    """The service may not run: the command begins the test. Without an end, the command gives up."""
+    agent = node_reconciler(host)
+    machine = replace(agent.config.machines[MACHINE], test_gpus=True)
+    agent.config = replace(agent.config, machines={MACHINE: machine})
+    host.bus.unit(UNIT, "inactive")
+    for number in (1, 2):
+        address = f"0000:0{number}:00.0"
+        host.symlink(f"/sys/bus/pci/devices/{address}", f"../../../devices/pci0000:00/{address}")
+        host.symlink(f"/sys/devices/pci0000:00/{address}/driver", "../../../bus/pci/drivers/nvidia")
+    assert command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}") == 0
+
+    def answer() -> None:
+        if host.is_running():
+            host.answer()
+        if host.bus.started and end:
+            assert UNCORDON not in kubectl(host)
+            for address in ("0000:01:00.0", "0000:02:00.0"):
+                record_test(host, address, end, ("TestFailed",) if end == "passed" else (), MACHINE, "550.163.01")
+            host.bus.started.clear()
+
+    clock.meanwhile, clock.least = answer, 60.0
+    assert command(agent, f"start {MACHINE} --kubeconfig={ADMIN}") == (0 if end == "passed" else 1)
+    assert (UNCORDON in kubectl(host)) is (end == "passed")
+    assert host.exists(cordoned_file(MACHINE)) is (end != "passed")
+    if end != "passed":
+        assert "has a GPU that has not passed its test (GPUsTested)" in capsys.readouterr().err
+    if not end:
+        assert host.bus.started == [UNIT]
+        assert 1200 <= clock.passed <= 1500
 
 
 def test_a_node_that_somebody_cordoned_stays_cordoned(host: NodeHost, agent: Reconciler) -> None:

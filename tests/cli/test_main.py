@@ -157,13 +157,14 @@ def test_the_help_of_the_program(capsys: Capture) -> None:
     assert [code for code in codes if f"\n  {code:<3} " not in listed] == []
     assert "/etc/unbounded-agent/config.toml.sample" in listed
     hidden = {name for name, command in COMMANDS.items() if command.hidden}
-    assert hidden == {"load-modules", "prepare", "run-checks"}
+    assert hidden == {"load-modules", "prepare", "recover-gpus", "run-checks"}
     assert [name for name in hidden if name in listed] == []
     assert [name for name in subcommands("") if name not in listed and name not in hidden] == []
     assert [name for name in subcommands("gpus") if name not in help_of(capsys, "gpus")] == []
     assert "unbounded-agent-prepare@MACHINE.service" in help_of(capsys, "prepare")
     assert "unbounded-agent-modules.service" in help_of(capsys, "load-modules")
-    for name, unit in (("run", "unbounded-agent"), ("load-modules", "unbounded-agent-modules")):
+    units = {"load-modules": "unbounded-agent-modules", "recover-gpus": "unbounded-agent-gpus"}
+    for name, unit in ({"run": "unbounded-agent"} | units).items():
         assert help_of(capsys, name).endswith(f"sudo systemctl start {unit}\n"), "its unit confines it"
     assert "`kube allocation` needs root" in " ".join(help_of(capsys, "kube").split())
 

@@ -140,6 +140,8 @@ class ScriptedBus:
         self.refused: dict[str, BusError] = {}
         """Of changes, by one of their arguments."""
         self.mounts = Mounts()
+        self.started: list[str] = []
+        """Services that were started; a test sets what becomes of them."""
 
     def __call__(
         self, service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
@@ -157,6 +159,9 @@ class ScriptedBus:
         if method in JOB_VERBS:
             unit, mode = map(str, arguments)
             expect(mode == "fail", f"{method} of {unit} with the mode {mode}")
+            if unit in self.units and method.endswith("StartUnit"):
+                self.started.append(unit)
+                return (f"{JOBS}{unit}",)
             return (self.mounts.job(method.rpartition(".")[2], unit),)
         if path.startswith(JOBS):
             raise BusAnswerError(f"Unknown object '{path}'.")

@@ -101,13 +101,15 @@ class Node(Machine):
         """The requests to the API server: method, path and token."""
         return [(method, path, token) for method, path, _, token in self.api.requests]
 
-    def publish_status(self, condition: Condition = READY, evaluated: float = NOW, since: float = NOW - 1000) -> None:
-        dated = Condition(condition.type, condition.status, condition.reason, condition.message, since)
-        self.put(HOST_STATUS, render_host_status(dated, evaluated))
+    def publish_status(
+        self, condition: Condition = READY, evaluated: float = NOW, since: float = NOW - 1000, *others: Condition
+    ) -> None:
+        dated = [Condition(each.type, each.status, each.reason, each.message, since) for each in (condition, *others)]
+        self.put(HOST_STATUS, render_host_status(dated[0], evaluated, dated[1:]))
 
-    def on_node(self) -> dict[str, str]:
+    def on_node(self, kind: str = TYPE) -> dict[str, str]:
         """Return our condition."""
-        (condition,) = [each for each in self.object["status"]["conditions"] if each["type"] == TYPE]
+        (condition,) = [each for each in self.object["status"]["conditions"] if each["type"] == kind]
         found: dict[str, str] = condition
         return found
 

@@ -65,8 +65,9 @@ class SimulatedReconciler:
     """Does what behaviour.json says.
 
     Keys are `steps`, `error`, `bug`, `failures`, `pending`, `condition`, `unseen`; `changed`, when conditions last
-    changed; `hold`, which lengthens a pass until it is removed; and `stuck`, for a read (a thread that waits) or a
-    command that never ends. `main` reads `loading`: how many seconds it takes to read the configuration.
+    changed; `waits`, which no pass says, but what begins resets and tests of GPUs; `hold`, which lengthens a pass until
+    it is removed; and `stuck`, for a read (a thread that waits) or a command that never ends. `main` reads `loading`:
+    how many seconds it takes to read the configuration.
     """
 
     def __init__(self, loaded: Loaded, progress: Callable[[str], None], root: Path) -> None:
@@ -135,6 +136,7 @@ def main(root: str, timing: dict[str, float], environment: dict[str, str]) -> No
             lambda loaded, progress: SimulatedReconciler(loaded, progress, Path(root)),
             timing=loop.Timing(**timing),
             system=system,
+            begin=lambda *_: tuple(json.loads(Path(root, "behaviour.json").read_text()).get("waits", ())),
         )
     except AgentError as error:
         sys.stderr.write(f"unbounded-agent: {error}\n")

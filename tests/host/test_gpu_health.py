@@ -114,6 +114,15 @@ def test_what_the_host_asks(agent: Reconciler, gpu_host: Host) -> None:
     assert not gpu_host.exists(FILE)
 
 
+@pytest.mark.parametrize(("action", "own_word"), [("Reset", True), ("Drain and Reset", True), ("Reboot", False)])
+def test_that_a_gpu_asks_for_a_reset_is_recorded(
+    agent: Reconciler, gpu_host: Host, action: str, own_word: bool
+) -> None:
+    said(gpu_host, {RECOVERY_ACTION: action})
+    agent.reconcile()
+    assert observe_gpus(gpu_host).faults[SECOND].own_word is own_word
+
+
 def test_a_gpu_with_a_verdict_is_asked_on(agent: Reconciler, gpu_host: Host) -> None:
     reset_needed(gpu_host)
     assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)

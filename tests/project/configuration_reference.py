@@ -24,6 +24,7 @@ from agent.config.settings import (
     ExtraDevice,
     ExtraMount,
     GpuHealthSettings,
+    GpuRecoverySettings,
     HostNodeSettings,
     ImageSettings,
     KubeletSettings,
@@ -46,6 +47,7 @@ TABLES: Mapping[str, type[Table]] = {
     "machines.NAME.node.host": HostNodeSettings,
     "driver": DriverSettings,
     "gpu_health": GpuHealthSettings,
+    "gpu_recovery": GpuRecoverySettings,
     "metrics": MetricsSettings,
 }
 """Tables of the configuration, or lists of tables, with the class that validates each; in the page's order."""

@@ -27,7 +27,9 @@ ROOMS: Mapping[str, Order] = {
         "verify",
         "reconcile",
         ("provision", "detach"),
-        ("joining", "allocation", "daemon", "gpu_reset", "gpu_tests"),
+        ("allocation", "daemon", "gpu_reset", "gpu_tests"),
+        "gpu_recovery",
+        "joining",
     ),
     "machine": (
         ("notes", "vendors", "open_nodes", "gpu_test", "containerd_tables"),

@@ -14,6 +14,7 @@ from agent.cli.prepare import WAIT_LIMIT
 from agent.config.checks import Range
 from agent.config.settings import MachineSettings, MetricsSettings
 from agent.dra.service import SETUP_AGAIN
+from agent.host import gpu_recovery
 from agent.host.daemon.loop import START_STEP, Timing
 from agent.host.daemon.server import BACKLOG
 from agent.host.observe.checks import LIMIT, STALE_AFTER
@@ -35,6 +36,7 @@ PREPARE = UNITS / "unbounded-agent-prepare@.service"
 MODULES = UNITS / "unbounded-agent-modules.service"
 CHECKS = UNITS / "unbounded-agent-checks.service"
 TIMER = UNITS / "unbounded-agent-checks.timer"
+GPUS = UNITS / gpu_recovery.UNIT
 DRA = UNITS / "machine" / "unbounded-agent-dra.service"
 NODE_CONDITION = UNITS / "machine" / "unbounded-agent-node-condition.service"
 TMPFILES = UNITS / "unbounded-agent.tmpfiles.conf"
@@ -44,6 +46,8 @@ EXPOSURE = {
     PREPARE.name: 20,
     MODULES.name: 31,
     CHECKS.name: 10,
+    # It runs the vendor's tool, which nobody has tried in a narrower sandbox on a real GPU.
+    GPUS.name: 64,
     GPU_SETUP.name: 39,
     "unbounded-agent-gpu-again.service": 28,
     "unbounded-agent-gpu-test.service": 21,

@@ -133,6 +133,14 @@ REMEDIES: Mapping[str | tuple[ConditionType, str], tuple[str, ...]] = {
         "unbounded-agent gpus  # which GPUs need what",
         "or lower machines.{machine}.min_healthy_gpus, then: systemctl reload unbounded-agent",
     ),
+    Reason.TEST_FAILED: (
+        "unbounded-agent gpus reset PCI-ADDRESS  # then its test follows",
+        "unbounded-agent gpus detach PCI-ADDRESS  # if it fails again",
+    ),
+    **dict.fromkeys(
+        (Reason.NOT_TESTED, Reason.TESTING),
+        ("journalctl -u unbounded-agent-gpus --no-pager -n 50", "unbounded-agent gpus holders"),
+    ),
     Reason.GPU_FALLEN_OFF_BUS: (*REBOOT, "# if it happens again: check power, seating and firmware"),
     Reason.GPU_DETACHED: ("unbounded-agent gpus", "unbounded-agent gpus attach PCI-ADDRESS"),
     Reason.GPU_LOST: (

@@ -209,7 +209,7 @@ class GpuErrors:
                     elif error.verdict is not Verdict.HEALTHY:
                         times = (then.since, error.verdict, then.since)
                         ends = (KERNEL_LOG, error.until_answer, error.vendor)
-                        fault = GpuFault(error.reason, error.meaning, *times, *ends)
+                        fault = GpuFault(error.reason, error.meaning, *times, *ends, own_word=error.own_word)
                         changed |= record_fault(self._system, address, fault)
                     changed |= error.lost and record_lost(self._system, address, error.meaning)
             except (OSError, AgentError) as problem:

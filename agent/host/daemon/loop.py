@@ -265,6 +265,8 @@ class Passes(Protocol):
 
 Fix = Callable[[Loaded, Outcome], Fixes]
 """Returns the commands that fix what an outcome's conditions show."""
+Begin = Callable[[Loaded, Outcome], tuple[str, ...]]
+"""Begins the resets and tests of GPUs that are due. Returns what is stopped, and why, in sentences."""
 
 
 class Timing(Struct, frozen=True):
@@ -301,9 +303,10 @@ class Daemon:
         timing: Timing,
         system: System,
         fix: Fix = lambda *_: {},
+        begin: Begin = lambda *_: (),
     ) -> None:
         self._load, self._make, self._notifier, self._timing, self._fix = load, make, notifier, timing, fix
-        self._system = system
+        self._system, self._begin = system, begin
         self._state: ServiceState | None = None
         """What `doctor` reads of the service, as it was recorded last."""
         self._watchdog = watchdog_interval(os.environ)
@@ -407,6 +410,8 @@ class Daemon:
             with self._event_log.guarded("save the read position of /dev/kmsg; each pass tries again"):
                 self._gpu_errors.save_position(gpu.pci_address for each in outcome.facts.vendors for gpu in each.gpus)
             self._event_log.outcome(outcome)
+            with self._event_log.guarded("begin resets and tests of GPUs; each pass tries again"):
+                self._event_log.once("GPUs", self._begin(self.loaded, outcome), logging.WARNING)
         if isinstance(made.error, ConfigChangedError):
             # A command, or the start of a machine, has read newer files: read them too before the next pass.
             signals.reload = True
@@ -494,6 +499,7 @@ def run(
     timing: Timing | None = None,
     system: System | None = None,
     fix: Fix = lambda *_: {},
+    begin: Begin = lambda *_: (),
 ) -> int:
     """Run the service until SIGTERM or SIGINT, and return the exit code. Raises AgentError if it cannot start.
 
@@ -504,7 +510,7 @@ def run(
     timing, system = timing or Timing(), system or System(host_runner)
     notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
     with locked(system, INSTANCE_LOCK, 0, "another unbounded-agent already serves this host"):
-        daemon = Daemon(load, make, notifier, timing, system, fix)
+        daemon = Daemon(load, make, notifier, timing, system, fix, begin)
         signals = Signals(notifier, timing.grace)
         try:
             daemon.loop(signals)

@@ -374,7 +374,13 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         remembered=remembered,
         draining=notes.draining,
         gpus=GpuFacts(
-            notes.faults, notes.tainted, notes.attached, notes.tests, observe_placements(config, vendors, system)
+            notes.faults,
+            notes.tainted,
+            notes.attached,
+            notes.tests,
+            notes.begun,
+            frozenset(notes.resetting),
+            observe_placements(config, vendors, system),
         ),
         mount_sources=observe_sources(config, system),
         nspawn_sources=observe_nspawn_sources(config, system),

@@ -16,6 +16,7 @@ from agent.host.provision.host_settings import apply_host, undo_host
 from agent.host.provision.image import unpack
 from agent.host.provision.network import remove_chains
 from agent.host.provision.node_files import NODE_RECORDS, read_token, record_paths
+from agent.host.state.gpus import forget_tests
 from agent.host.state.locks import pass_lock
 from agent.model.contract import render_node_files
 from agent.model.errors import AgentError
@@ -107,6 +108,7 @@ def _publish(step: plan.PublishRoot, system: System, _: Progress) -> None:
     inode = system.link_inode(step.staged)
     if inode is None:
         raise AgentError(f"{step.staged} has disappeared", "run `unbounded-agent up` again")
+    forget_tests(system, step.machine)
     record = replace(step.record, inode=inode, made=time.time(), born=system.birth(step.staged))
     NODE_RECORDS.write(record_paths(step.machine), record, system)
     system.run("sync", "--file-system", system.full_path(step.staged), timeout=SYNC_LIMIT)

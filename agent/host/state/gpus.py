@@ -13,12 +13,13 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from agent.host.state.locks import locked
-from agent.host.state.records import Digested, Record, first_intact
+from agent.host.state.records import Digested, Record, Time, first_intact
 from agent.model.errors import AgentError
 from agent.model.facts import (
     GPU_TEST,
     KERNEL_LOG,
     Absent,
+    Begun,
     Broken,
     GpuFault,
     GpuTest,
@@ -29,7 +30,7 @@ from agent.model.facts import (
     Unseen,
     Verdict,
 )
-from agent.model.paths import GPUS, GPUS_LOCK, PCI_DEVICES, REMEMBERED_GPUS
+from agent.model.paths import GPU_RESETS, GPUS, GPUS_LOCK, PCI_DEVICES, REMEMBERED_GPUS
 from agent.system.files import System
 from agent.system.trust import count, discard
 
@@ -68,6 +69,9 @@ class GpuNote(Struct, frozen=True, omit_defaults=True):
     resetting: Resetting | None = None
     """Set only if `taint` is."""
     test: GpuTest | None = None
+    tested_binding: int | None = None
+    """What `binding` returned when `test` was recorded."""
+    begun: Begun | None = None
 
 
 class GpuNotes(Struct, frozen=True):
@@ -105,6 +109,10 @@ class GpuNotes(Struct, frozen=True):
     @property
     def tests(self) -> Mapping[str, GpuTest]:
         return {address: note.test for address, note in self.notes.items() if note.test}
+
+    @property
+    def begun(self) -> Mapping[str, Begun]:
+        return {address: note.begun for address, note in self.notes.items() if note.begun}
 
     @property
     def faults(self) -> Mapping[str, GpuFault]:
@@ -149,15 +157,18 @@ def record_detached(system: System, address: str, *, draining: bool) -> bool:
     return _device(system, address) is not None
 
 
-def record_tainted(system: System, address: str, *, evict: bool) -> bool:
+def record_tainted(system: System, address: str, *, evict: bool, reset: bool = False) -> bool:
     """Record that no new pod may get the GPU, although machines still have it. Otherwise like `record_detached`.
+
+    With `reset`, its reset has begun with that.
 
     A GPU that is detached already stays detached, because somebody may pull it out at any time, and its `draining`
     stays, because processes may still use it.
     """
 
     def tainted(note: GpuNote) -> GpuNote:
-        return replace(note, taint=replace(note.taint or Taint(evict, time.time()), evict=evict, testing=False))
+        taint = replace(note.taint or Taint(evict, time.time()), evict=evict, testing=False)
+        return replace(note, taint=taint, resetting=note.resetting or (Resetting() if reset else None))
 
     _change(system, address, tainted)
     return _device(system, address) is not None
@@ -165,7 +176,7 @@ def record_tainted(system: System, address: str, *, evict: bool) -> bool:
 
 def forget_detached(system: System, address: str) -> None:
     """Record that the GPU is no longer detached, tainted or being reset. The caller must hold the pass lock."""
-    _change(system, address, lambda note: replace(note, taint=None, resetting=None))
+    _change(system, address, lambda note: replace(note, taint=None, resetting=None, begun=None))
 
 
 def record_resetting(system: System, address: str, resetting: Resetting) -> None:
@@ -188,14 +199,43 @@ def record_testing(system: System, address: str, *, testing: bool) -> bool:
     return _device(system, address) is not None
 
 
-def record_test(system: System, address: str, result: str, ended: Collection[str]) -> None:
-    """Record the result of a test. It ends an error that a test found, if that has one of the reasons `ended`."""
+def record_test(
+    system: System, address: str, result: str, ended: Collection[str], machine: str = "", driver: str = ""
+) -> None:
+    """Record the result of a test, and that it is over.
+
+    It ends an error that a test found, if that has one of the reasons `ended`.
+    """
+    test, bound = GpuTest(result, time.time(), machine, driver), binding(system, address)
 
     def tested(note: GpuNote) -> GpuNote:
         over = note.fault and note.fault.source == GPU_TEST and note.fault.reason in ended
-        return replace(note, fault=None if over else note.fault, test=GpuTest(result, time.time()))
+        fault, taint = None if over else note.fault, None if note.taint and note.taint.testing else note.taint
+        return replace(note, fault=fault, taint=taint, test=test, tested_binding=bound, begun=None)
 
     _change(system, address, tested)
+
+
+def forget_tests(system: System, machine: str) -> None:
+    """Let no test count that this machine has made, because it is made again."""
+
+    def outdated(note: GpuNote) -> GpuNote:
+        of_it = note.test and note.test.machine == machine
+        return replace(note, test=replace(note.test, outdated=True)) if note.test and of_it else note
+
+    for address, test in observe_gpus(system).tests.items():
+        if test.machine == machine:
+            _change(system, address, outdated)
+
+
+def record_begun(system: System, address: str, begun: Begun | None) -> None:
+    """Record what the service begins by itself with the GPU, or that it has nothing more to do."""
+    _change(system, address, lambda note: replace(note, begun=begun))
+
+
+def record_stopped(system: System, address: str, why: str) -> None:
+    """Record what stopped a reset or a test, if the service has begun it."""
+    _change(system, address, lambda note: replace(note, begun=note.begun and replace(note.begun, why=why)))
 
 
 def record_lost(system: System, address: str, why: str) -> bool:
@@ -210,17 +250,20 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
 
     def failed(note: GpuNote) -> GpuNote:
         before = note.fault
-        if before is None or _weight(fault) > _weight(before):
+        if before is None:
             return replace(note, fault=fault, binding=bound)
+        own_word = before.own_word or fault.own_word
+        if _weight(fault) > _weight(before):
+            return replace(note, fault=replace(fault, own_word=own_word), binding=bound)
         # If only the meaning of the error is new, it counts: a reset may be enough now, in place of a reboot. But a
         # lesser line with the same reason does not give the GPU back to pods.
         stays = fault.verdict.fenced or not before.verdict.fenced
         if before.reason == fault.reason and before.meaning != fault.meaning and stays:
             since = before.since if before.verdict is fault.verdict else fault.since
-            return replace(note, fault=replace(fault, since=since))
+            return replace(note, fault=replace(fault, since=since, own_word=own_word))
         done = note.resetting.done if note.resetting else math.inf
-        again = fault.last - before.last >= REPEATED or before.last <= done < fault.last
-        return replace(note, fault=replace(before, last=fault.last)) if again else note
+        again = fault.last - before.last >= REPEATED or before.last <= done < fault.last or own_word > before.own_word
+        return replace(note, fault=replace(before, last=fault.last, own_word=own_word)) if again else note
 
     return _change(system, address, failed)
 
@@ -256,10 +299,13 @@ def forget_fault(system: System, address: str, until: float | None = None) -> bo
 
     def forgotten(note: GpuNote) -> GpuNote:
         nonlocal had_error
-        kept = note.fault and (note.fault.last > end or (until is not None and note.fault.source == GPU_TEST))
-        fault = note.fault if kept else None
-        had_error = note.fault is not fault
-        return replace(note, fault=fault, attached=end, binding=bound)
+        fault = note.fault if note.fault and note.fault.last > end else None
+        if note.fault and not fault and until is not None and note.fault.source == GPU_TEST:
+            # That the GPU asked for a reset is done with.
+            fault = replace(note.fault, own_word=False)
+        had_error = note.fault is not None and fault is None
+        test = note.test and replace(note.test, outdated=True)
+        return replace(note, fault=fault, attached=end, binding=bound, test=test)
 
     _change(system, address, forgotten)
     return had_error
@@ -295,7 +341,9 @@ def _current(found: Seen[dict[str, GpuNote]], system: System) -> dict[str, GpuNo
                 note = replace(note, binding=None, lost="", fault=None, attached=0.0)
             if note.fault and _is_over(note.fault):
                 note = replace(note, fault=None)
-            if note.lost or note.fault or note.taint or note.attached or note.test:
+            if note.test and not note.test.outdated and binding(system, address) != note.tested_binding:
+                note = replace(note, test=replace(note.test, outdated=True))
+            if note.lost or note.fault or note.taint or note.attached or note.test or note.begun:
                 current[address] = note
     return current
 
@@ -327,6 +375,36 @@ def bindings(system: System, addresses: Iterable[str]) -> dict[str, int]:
     """Return the results of `binding` by PCI address, for devices that are bound to a driver."""
     found = {address: binding(system, address) for address in addresses}
     return {address: bound for address, bound in found.items() if bound is not None}
+
+
+# The resets that the agent began by itself. They are on disk: no reboot may begin the count again.
+
+_RESETS = Record(dict[str, tuple[Time, ...]], advice="remove it if the GPUs work: then they count as never reset")
+
+
+def count_reset(system: System, address: str, attempts: int, hours: int) -> None:
+    """Record that the GPU is reset now. Raises AgentError if `attempts` resets have begun within `hours`."""
+    with locked(system, GPUS_LOCK, LOCK_WAIT, "the record of GPUs is in use"):
+        resets = require_reset_left(system, address, attempts, hours)
+        _RESETS.write(GPU_RESETS, {**resets, address: (*resets.get(address, ()), time.time())}, system)
+
+
+def require_reset_left(system: System, address: str, attempts: int, hours: int) -> Mapping[str, tuple[float, ...]]:
+    """Return when GPUs were reset within `hours`. Raises AgentError if this one was as often as `attempts`.
+
+    A time in the future counts: the clock was set back since.
+    """
+    found = _RESETS.read_seen(GPU_RESETS, system)
+    if isinstance(found, Broken | Unseen):
+        raise AgentError(found.why)
+    since, resets = time.time() - hours * 3600, {} if isinstance(found, Absent) else found
+    resets = {gpu: tuple(each for each in times if each > since) for gpu, times in resets.items()}
+    if len(resets.get(address, ())) >= attempts:
+        raise AgentError(
+            f"its {attempts} automatic resets within {hours} h did not help",
+            f"look at `dmesg`, then run `unbounded-agent gpus reset {address}`, or replace the GPU",
+        )
+    return resets
 
 
 class LogPosition(Struct, frozen=True):

@@ -7,7 +7,7 @@ from msgspec.structs import asdict, replace
 
 from agent.host.vendors import host_vendor
 from agent.model.conditions import Reason
-from agent.model.contract import Effect, FencedGpu, GpuState, GpuStatus
+from agent.model.contract import Effect, FencedGpu, GpuState, GpuStatus, GpuTestEnd
 from agent.model.facts import (
     GPU_TEST,
     KERNEL_LOG,
@@ -16,6 +16,7 @@ from agent.model.facts import (
     Facts,
     Gpu,
     GpuFault,
+    GpuTest,
     Granted,
     Placement,
     Remembered,
@@ -28,7 +29,7 @@ from agent.model.goal import MachineGoal
 from agent.model.handoff import HealthAnswer, Report
 from agent.model.text import rfc3339
 
-DETACHING, TESTING = "Detaching", "Testing"
+DETACHING, TESTING, UNTESTED = "Detaching", "Testing", "Untested"
 RECOVERY = "after a reset that neither reboots the host nor reloads the driver, run `unbounded-agent gpus attach {}`"
 
 
@@ -94,7 +95,8 @@ def own_fault(gpu: Gpu, facts: Facts) -> GpuFault | None:
     word = host_vendor(gpu.vendor).judge(answer)
     if not word.verdict.fenced:
         return None
-    return GpuFault(word.reason, word.meaning, answer.since, word.verdict, answer.asked, THE_GPU, until_answer=True)
+    fault = GpuFault(word.reason, word.meaning, answer.since, word.verdict, answer.asked, THE_GPU, until_answer=True)
+    return replace(fault, own_word=word.verdict is Verdict.NEEDS_RESET)
 
 
 def recovered_at(gpu: Gpu, facts: Facts) -> float:
@@ -103,6 +105,40 @@ def recovered_at(gpu: Gpu, facts: Facts) -> float:
     if not fault or fault.source == GPU_TEST or not answer or not answer.said or own_fault(gpu, facts):
         return 0.0
     return answer.asked if fault.until_answer or host_vendor(gpu.vendor).needs_nothing(answer) else 0.0
+
+
+def current_test(gpu: Gpu, facts: Facts, machine: str) -> GpuTest | None:
+    """Return the GPU's last test if it still says something of the GPU in this machine."""
+    test, driver = facts.gpus.tests.get(gpu.pci_address), module_version(gpu, facts)
+    if not test or test.outdated or test.machine != machine or (test.driver and driver and test.driver != driver):
+        return None
+    return test
+
+
+def needs_test(gpu: Gpu, facts: Facts, machine: str) -> bool:
+    """Return whether to test the GPU now: it has no result, and works as far as anybody knows but a test."""
+    found, works = health(gpu, facts, machine), gpu.driver and not gpu.why_lost and not gpu.detached
+    fenced = found.verdict.fenced and found.source != GPU_TEST
+    return bool(works) and not fenced and is_untested(gpu, facts, machine) and not current_test(gpu, facts, machine)
+
+
+def why_failed(address: str, facts: Facts) -> str:
+    """Return what is known of a GPU whose last test has failed, and what to do."""
+    fault = facts.gpus.faults.get(address)
+    again = f"its test failed; run `unbounded-agent gpus test {address}` when no other error of it is left"
+    return fault.meaning if fault and fault.source == GPU_TEST else again
+
+
+def module_version(gpu: Gpu, facts: Facts) -> str:
+    """Return the version of the GPU's kernel module; empty if it is unknown."""
+    versions = (each.driver.module_version for each in facts.vendors if each.vendor == gpu.vendor and each.driver)
+    return next((each for each in versions if isinstance(each, str)), "")
+
+
+def is_untested(gpu: Gpu, facts: Facts, machine: str) -> bool:
+    """Return whether a GPU that can be tested has passed no test in this machine since it last changed."""
+    test = current_test(gpu, facts, machine)
+    return host_vendor(gpu.vendor).has_test and not (test and test.result == GpuTestEnd.PASSED)
 
 
 def withheld(gpus: Iterable[str], facts: Facts) -> tuple[str, ...]:
@@ -134,15 +170,15 @@ def _recorded(gpu: Gpu, facts: Facts) -> Health:
 
 
 def gpu_states(
-    goal: MachineGoal, facts: Facts, remembered: Seen[Remembered], shared: bool = False
+    goal: MachineGoal, facts: Facts, remembered: Seen[Remembered], shared: bool = False, test_gpus: bool = False
 ) -> tuple[GpuStatus, ...]:
     """Return the states of the GPUs that the machine has, has lost, or that are detached from it.
 
-    `shared` says whether pods may share them.
+    `shared` says whether pods may share them, `test_gpus` whether they must pass a test first.
     """
     present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
     addresses = {address for grant in goal.grants for address in (*grant.gpus, *grant.detached)}
-    states = [_state(present[address], facts, goal.name) for address in addresses if address in present]
+    states = [_state(present[address], facts, goal.name, test_gpus) for address in addresses if address in present]
     for gpu in remembered.gpus if isinstance(remembered, Remembered) else ():
         if gpu.lost and goal.name in gpu.machines:
             why = f"it left the PCI bus at {rfc3339(gpu.lost)} without `unbounded-agent gpus detach`"
@@ -151,7 +187,7 @@ def gpu_states(
     return tuple(sorted(each._replace(shared=shared) for each in states))
 
 
-def _state(gpu: Gpu, facts: Facts, machine: str) -> GpuStatus:
+def _state(gpu: Gpu, facts: Facts, machine: str, test_gpus: bool) -> GpuStatus:
     found, tainted = health(gpu, facts, machine), facts.gpus.tainted.get(gpu.pci_address)
     state, reason, message, since = GpuState.HEALTHY, "", "", 0.0
     if gpu.why_lost or not gpu.driver or found.verdict.fenced:
@@ -167,6 +203,9 @@ def _state(gpu: Gpu, facts: Facts, machine: str) -> GpuStatus:
             state, reason, since = GpuState.DRAINING, TESTING if tainted.testing else DETACHING, tainted.since
             detaching = "an administrator ran `unbounded-agent gpus detach` or `unbounded-agent gpus reset` for it"
             message = "`unbounded-agent gpus test` is testing it" if tainted.testing else detaching
+    elif test_gpus and state is GpuState.HEALTHY and is_untested(gpu, facts, machine):
+        state, effect, reason = GpuState.DRAINING, Effect.NO_SCHEDULE, UNTESTED
+        message = "it has not passed its test since it last changed (test_gpus)"
     place = facts.gpus.placements.get(gpu.pci_address) or Placement()
     where = (effect, int(since), gpu.driver, place.numa_node, place.pcie_root)
     return GpuStatus(gpu.pci_address, gpu.vendor, state, reason, message, *where)

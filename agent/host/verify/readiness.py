@@ -11,7 +11,7 @@ from msgspec import Struct
 from agent.config.settings import MachineSettings
 from agent.host.vendors import host_vendor
 from agent.host.verify.answers import MACHINE_SAYS, STALE_AFTER, answers, why_unanswered
-from agent.host.verify.gpu_states import health
+from agent.host.verify.gpu_states import current_test, health, is_untested, needs_test, why_failed
 from agent.model.conditions import (
     Condition,
     ConditionType,
@@ -157,6 +157,8 @@ def _with_goal(kind: ConditionType, case: Case, goal: MachineGoal) -> Condition:
         return _of_vendors(kind, case, goal)
     if kind is ConditionType.GPUS_HEALTHY:
         return _gpus_healthy(case)
+    if kind is ConditionType.GPUS_TESTED:
+        return _gpus_tested(case)
     if kind is ConditionType.DRIVER_ROOT_STAGED:
         served = tuple(gpu for grant in goal.grants if grant.driver_files for gpu in grant.gpus)
         return _of_gpus(_driver_root_staged(goal, case.facts), served)
@@ -305,14 +307,46 @@ def _gpus_healthy(case: Case) -> Condition:
     gpus = [gpu for vendor in case.facts.vendors for gpu in vendor.gpus if gpu.pci_address in case.gpus]
     known = [(gpu, health(gpu, case.facts, case.machine.name)) for gpu in gpus if gpu.driver and not gpu.why_lost]
     bad = [(gpu, each) for verdict in VERDICTS for gpu, each in known if each.verdict is verdict]
-    message = "; ".join(f"{gpu.pci_address} {each.verdict.in_words}: {each.message}" for gpu, each in bad)
+    begun, grants = case.facts.gpus.begun, case.goal.grants if case.goal else ()
+    own = [gpu for grant in grants for gpu in (*grant.gpus, *grant.detached) if gpu in begun and begun[gpu].why]
+    stopped = [f"the reset of {gpu} waits: {begun[gpu].why}" for gpu in own if begun[gpu].what == "reset"]
+    said = [f"{gpu.pci_address} {each.verdict.in_words}: {each.message}" for gpu, each in bad]
+    message = "; ".join(said + stopped)
     if fenced := [gpu.pci_address for gpu, each in bad if each.verdict.fenced]:
         found = false(kind, VERDICTS[bad[0][1].verdict], message, fenced)
     elif bad:
         found = true(kind, Reason.GPU_DEGRADED, message)
     else:
-        found = true(kind, Reason.HEALTHY, f"no fault is known of {counted(len(known), 'GPU')}")
+        healthy = f"no fault is known of {counted(len(known), 'GPU')}"
+        found = true(kind, Reason.HEALTHY, "; ".join((healthy, *stopped)))
     return found._replace(vendors=tuple(dict.fromkeys(gpu.vendor for gpu, _ in bad)))
+
+
+def _gpus_tested(case: Case) -> Condition:
+    """Return GPUsTested. Ready ignores it: with DRA, pods get no untested GPU, and else GPUsTested itself says so."""
+    kind, name, facts = ConditionType.GPUS_TESTED, case.machine.name, case.facts
+    if not case.settings.test_gpus:
+        return not_applicable(kind, f"machines.{name}.test_gpus is not set")
+    gpus = [gpu for vendor in facts.vendors for gpu in vendor.gpus if gpu.pci_address in case.gpus]
+    gpus = [gpu for gpu in gpus if host_vendor(gpu.vendor).has_test]
+    if not gpus:
+        return not_applicable(kind, "the machine has no GPU that can be tested")
+    tests = {gpu.pci_address: current_test(gpu, facts, name) for gpu in gpus}
+    untested = [gpu for gpu in gpus if is_untested(gpu, facts, name)]
+    if failed := [gpu.pci_address for gpu in untested if tests[gpu.pci_address]]:
+        meaning = "; ".join(f"{each}: {why_failed(each, facts)}" for each in failed)
+        return false(kind, Reason.TEST_FAILED, f"the test has not passed: {meaning}")
+    if broken := [gpu.pci_address for gpu in untested if not needs_test(gpu, facts, name)]:
+        return false(kind, Reason.NOT_TESTED, f"not tested before it works, see GPUsHealthy: {', '.join(broken)}")
+    if any(taint.testing for gpu in untested if (taint := facts.gpus.tainted.get(gpu.pci_address))):
+        return unknown(kind, Reason.TESTING, f"being tested: {', '.join(gpu.pci_address for gpu in untested)}")
+    if untested:
+        begun = [facts.gpus.begun.get(gpu.pci_address) for gpu in untested]
+        whys = "; ".join(dict.fromkeys(each.why for each in begun if each and each.why))
+        why = whys or "the service begins the test when the machine is ready"
+        return unknown(kind, Reason.NOT_TESTED, f"not tested yet: {', '.join(g.pci_address for g in untested)}: {why}")
+    first = min(each.at for each in tests.values() if each)
+    return true(kind, Reason.TESTED, f"{counted(len(gpus), 'GPU')} passed the test, the first one at {rfc3339(first)}")
 
 
 def _too_few(case: Case, found: list[Condition]) -> list[Condition]:

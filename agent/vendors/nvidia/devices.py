@@ -520,6 +520,7 @@ def _parse_xid(text: str) -> GpuError | None:
         number,
         from_application=action == "RESTART_APP",
         lost=number == OFF_THE_BUS,
+        own_word=recovery is not None and verdict is Verdict.NEEDS_RESET,
         recovered=recovery is not None and int(recovery["action"], 16) == 0,
     )
 

@@ -43,6 +43,17 @@ def test_each_pass_publishes_the_host_status_next_to_the_handoff_if_it_is_config
     assert not gpu_host.exists(FILE)
 
 
+def test_the_host_status_has_what_came_of_tests_if_gpus_must_pass_them(gpu_host: Host) -> None:
+    assert published_others(gpu_host) == []
+    assert published_others(gpu_host, test_gpus=True) == [("GPUsTested", "Unknown", "NotTested")]
+    assert published_others(gpu_host, test_gpus=True, gpus="count=1") == [("GPUsTested", "Unknown", "NotTested")]
+
+
+def published_others(host: Host, **settings: object) -> list[tuple[str, str, str]]:
+    reconciler(host, node_condition=True, **settings).reconcile()
+    return [each[:3] for each in published(host).others]
+
+
 def test_the_next_timed_pass_renews_the_date_of_an_unchanged_status(gpu_host: Host) -> None:
     """A pass soon after another must not wake the machine."""
     reconciler(gpu_host).reconcile()

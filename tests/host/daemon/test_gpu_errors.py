@@ -314,6 +314,20 @@ def test_a_fatal_error_of_an_nvswitch_is_its_own(site: Site, caplog: pytest.LogC
 RECOVERY = "NVRM: Xid (PCI:0000:02:00): 154, GPU recovery action changed from {} to {}"
 
 
+def test_that_the_driver_asks_for_a_reset_is_kept_with_the_first_error(site: Site) -> None:
+    found = site.start()
+    found.needs_pass()
+    site.log.write("NVRM: Xid (PCI:0000:02:00): 48, pid=1, An uncorrectable double bit error")
+    assert found.needs_pass()
+    assert (site.faults()[SECOND].reason, site.faults()[SECOND].own_word) == ("Xid48", False)
+    site.log.write(RECOVERY.format("0x0 (None)", "0x1 (GPU Reset Required)"))
+    assert found.needs_pass(), "the service may reset it now"
+    assert (site.faults()[SECOND].reason, site.faults()[SECOND].own_word) == ("Xid48", True)
+    site.log.write("NVRM: Xid (PCI:0000:02:00): 54, pid=1, power cables")
+    assert found.needs_pass()
+    assert (site.faults()[SECOND].reason, site.faults()[SECOND].own_word) == ("Xid54", True)
+
+
 def test_a_fatal_error_before_the_driver_was_bound_again_does_not_count(site: Site) -> None:
     site.first_run()
     site.log.write(OFF_THE_BUS)

@@ -654,3 +654,14 @@ def test_a_failed_observation_keeps_readyz_false(service: Service) -> None:
     )
     assert service.metric('reconcile_total{result="partial"}') == 1
     assert service.metric("observation_last_success_timestamp_seconds") is None
+
+
+def test_what_a_reset_or_a_test_waits_for_is_logged_once(service: Service) -> None:
+    service.behave(waits=["0000:01:00.0: its reset waits: simulated"])
+    service.up()
+    service.next_pass()
+    assert service.log().count("0000:01:00.0: its reset waits: simulated") == 1
+    service.behave(waits=7)
+    service.next_pass()
+    wait_for(lambda: "cannot begin resets and tests of GPUs" in service.log())
+    assert service.get("/readyz")[0] == 200, "passes go on"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from agent.machine import node_condition
-from agent.machine.node_condition import AGAIN_WITHIN, HEARTBEAT, HOST_STATUS, TYPE, run_until_current
+from agent.machine.node_condition import AGAIN_WITHIN, HEARTBEAT, HOST_STATUS, NOTE, TYPE, run_until_current
 from agent.machine.notes import Notes
 from agent.machine.run import run as run_setup
-from agent.model.conditions import ConditionType, Reason, false
+from agent.model.conditions import ConditionType, Reason, false, true, unknown
 from agent.model.contract import SILENT_AFTER
 from agent.model.paths import NODE_CONDITION_MARK
 from agent.system import api_server
@@ -82,6 +82,52 @@ def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
     run(node, NOW + 80 + HEARTBEAT)
     assert len(node.patched) == 4
     assert node.on_node()["lastTransitionTime"] == changed
+
+
+TESTED = true(ConditionType.GPUS_TESTED, Reason.TESTED, "2 GPUs passed the test")
+TESTING = unknown(ConditionType.GPUS_TESTED, Reason.TESTING, "being tested")
+
+
+def test_that_gpus_were_tested_is_a_condition_of_its_own(node: Node) -> None:
+    node.publish_status(READY, NOW, NOW - 1000, TESTING)
+    assert run(node, NOW) == ("True", "Set")
+    assert node.requests == [GOOD], "one request for both"
+    assert (node.on_node()["status"], node.on_node("GPUsTested")["status"]) == ("True", "Unknown")
+    node.publish_status(READY, NOW + 60, NOW + 50, TESTED)
+    run(node, NOW + 60)
+    assert node.on_node("GPUsTested") == {
+        "type": "GPUsTested",
+        "status": "True",
+        "reason": "Tested",
+        "message": "2 GPUs passed the test",
+        "lastHeartbeatTime": "2027-01-15T08:01:00Z",
+        "lastTransitionTime": "2027-01-15T08:01:00Z",
+    }
+    assert node.on_node()["lastHeartbeatTime"] == "2027-01-15T08:00:00Z", "it has not changed"
+    # A host that says nothing, and one whose document is damaged.
+    run(node, NOW + 61 + SILENT_AFTER)
+    assert (node.on_node()["status"], node.on_node("GPUsTested")["status"]) == ("Unknown", "Unknown")
+    assert node.on_node("GPUsTested")["reason"] == "AgentSilent"
+    node.put(HOST_STATUS, "{")
+    run(node, NOW + 62 + SILENT_AFTER)
+    assert node.on_node("GPUsTested")["reason"] == "BadDocument"
+
+
+@pytest.mark.parametrize("booted", [False, True])
+def test_a_condition_that_is_no_longer_configured_is_removed_alone(node: Node, booted: bool) -> None:
+    """Also one from before the machine's boot."""
+    node.publish_status(READY, NOW, NOW - 1000, TESTED)
+    run(node, NOW)
+    if booted:
+        Notes(node).save(NOTE, {})
+    node.publish_status(evaluated=NOW + 60)
+    assert run(node, NOW + 60) == ("True", "Set")
+    assert [each["type"] for each in node.object["status"]["conditions"]] == ["Ready", TYPE]
+    node.publish_status(READY, NOW + 70, NOW - 1000, TESTED)
+    run(node, NOW + 70)
+    node.drop(HOST_STATUS)
+    run(node, NOW + 80)
+    assert [each["type"] for each in node.object["status"]["conditions"]] == ["Ready"]
 
 
 def test_a_change_while_the_condition_is_set_is_set_at_once(node: Node) -> None:

@@ -62,7 +62,7 @@ def test_an_address_has_several_forms(address: str, found: str) -> None:
 def test_an_xid_has_the_verdict_of_its_action(verdict: Verdict, number: int) -> None:
     error = parse_kernel_message(f"NVRM: Xid (PCI:0000:01:00): {number}, pid=1, name=x")
     assert error is not None
-    assert (error.verdict, error.number, error.recovered) == (verdict, number, False)
+    assert (error.verdict, error.number, error.recovered, error.own_word) == (verdict, number, False, False)
 
 
 def test_every_xid_of_the_catalogue_has_a_sentence() -> None:
@@ -92,6 +92,7 @@ def test_the_driver_says_what_a_gpu_needs(action: int, verdict: Verdict, words: 
     error = parse_kernel_message(RECOVERY.format(action))
     assert error is not None
     assert (error.verdict, error.recovered) == (verdict, action == 0)
+    assert error.own_word is (verdict is Verdict.NEEDS_RESET)
     assert words in error.meaning
 
 
