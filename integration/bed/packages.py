@@ -51,20 +51,23 @@ def packages(version: str, architecture: str = CHOSEN.debian) -> dict[str, Path]
 
 @contextmanager
 def _source(version: str) -> Iterator[Path]:
-    """Yield this checkout, or a clone at the commit of a release."""
+    """Yield this checkout, or a repository with the files of a release's commit."""
     commit = RELEASES.get(version)
     if commit is None:
         yield REPOSITORY
         return
     with tempfile.TemporaryDirectory(dir=cache_root(), prefix=".release-") as name:
-        clone = Path(name) / "clone"
-        run(["git", "clone", "--quiet", "--shared", "--no-checkout", REPOSITORY, clone])
+        archive, source = Path(name) / "source.tar", Path(name) / "source"
         try:
-            run(["git", "checkout", "--quiet", "--detach", commit], cwd=clone)
+            run(["git", "-c", "safe.directory=*", "archive", f"--output={archive}", commit], cwd=REPOSITORY)
         except CommandError as error:
             here = f"{REPOSITORY} does not have the commit of release {version}"
             raise BedError(f"{here}; run `git fetch origin {commit}` there") from error
-        yield clone
+        run(["git", "init", "--quiet", source])
+        run(["tar", "--extract", "--file", archive, "--directory", source])
+        # build-packages takes what git lists.
+        run(["git", "add", "--all", "--force"], cwd=source)
+        yield source
 
 
 def repository(directory: Path, *debs: Path) -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from agent import __version__
 from integration.bed.packages import RELEASES
 from tests.fakes.programs import program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SECTION_LIMIT = 120
+"""Lines of the changelog for one release."""
 
 pytestmark = pytest.mark.processes
 
@@ -71,6 +74,16 @@ def test_the_changelog_says_when_it_was_released(checkout: Path) -> None:
     said = "error: CHANGELOG.md says that 0.2.0 is unreleased; write the day there, commit, and tag that commit\n"
     assert release(checkout, VERSION="0.2.0") == said
     assert release(checkout, VERSION="0.1.0") == "build\n"
+
+
+def test_each_release_has_a_section_that_a_user_reads() -> None:
+    """The one that the checkout leads to has one too, before its day is known."""
+    sections = re.split(r"^## ", (REPOSITORY / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    heading = re.compile(r"\[(\d+\.\d+\.\d+)\] - (Unreleased|20\d\d-\d\d-\d\d)\n")
+    versions = [found[1] for found in map(heading.match, sections) if found]
+    assert len(set(versions)) == len(sections)
+    assert versions[0] == __version__.partition("+")[0]
+    assert max(len(each.splitlines()) for each in sections) <= SECTION_LIMIT
 
 
 def earlier_releases(checkout: Path) -> dict[str, str]:
