@@ -1,7 +1,7 @@
 # The gate is integration/test; these are short-cuts for hacking.
 PYTHON ?= python3
 
-.PHONY: check deb docs lock proto release wheel xids
+.PHONY: check deb docs lock pins proto release wheel xids
 
 check:  ## unit tests, linters and layers, without root and without a VM
 	$(PYTHON) -m pytest
@@ -21,6 +21,9 @@ docs:  ## write the generated parts of docs/configuration.md, docs/commands.md a
 xids:  ## write NVIDIA's Xid errors again (CATALOGUE=CSV NVERROR=HEADER DATE=YYYY-MM-DD: deploy/generate/xids.py)
 	$(PYTHON) -m deploy.generate.xids $(CATALOGUE) $(NVERROR) $(DATE) >xids.tsv
 	mv xids.tsv agent/vendors/nvidia/xids.tsv
+
+pins:  ## write deploy/pins again: base image, day of the packages, and toolkit of a release's images (needs skopeo)
+	pins=$$(deploy/generate/pins) && echo "$$pins" >deploy/pins
 
 proto:  ## generate the messages of the kubelet's APIs again (needs protoc 3.21: Debian's protobuf-compiler)
 	protoc -I. --python_out=. --pyi_out=. agent/dra/kubelet.proto

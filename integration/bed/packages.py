@@ -1,4 +1,4 @@
-"""The Debian packages of this checkout, and bare roots to install them in, without systemd as PID 1."""
+"""The Debian packages of this checkout and of releases, and bare roots to install them in, without systemd as PID 1."""
 
 import shutil
 import tempfile
@@ -9,8 +9,11 @@ from pathlib import Path
 from integration.bed import debian, ubuntu
 from integration.bed.architecture import CHOSEN
 from integration.bed.cache import REPOSITORY, cache_root, cached
-from integration.bed.process import Argument, run
+from integration.bed.process import Argument, BedError, CommandError, run
 
+RELEASES = {"0.1.0": "e672934a952afe58485d021fc59fc8cc60627305"}
+"""Releases by their commits, to upgrade from. No commit can name itself: until one follows the release's tag, another
+before it stands in for it. tests/project/test_release.py says when to enter the tag's."""
 DEPENDENCIES = (
     *("python3", "python3-h2", "python3-protobuf", "python3-tomlkit", "python3-yaml"),
     *("systemd", "systemd-container", "kmod", "mount", "libgcc-s1"),
@@ -30,15 +33,41 @@ ENVIRONMENT = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C.UTF-8", "DEBIAN_F
 
 
 def packages(version: str, architecture: str = CHOSEN.debian) -> dict[str, Path]:
-    """Return the packages of this checkout by their names. The test chooses their `version`."""
+    """Return the packages of a release by their names; for any other version those of this checkout, with that version.
+
+    Raises BedError if the checkout does not have the release's commit.
+    """
 
     def build(target: Path) -> None:
-        command: list[Argument] = [REPOSITORY / "deploy" / "build-packages", "--arch", architecture, target]
-        run(command, env={"VERSION": version, "SOURCE_DATE_EPOCH": EPOCH})
+        with _source(version) as source:
+            command: list[Argument] = [source / "deploy" / "build-packages", "--arch", architecture, target]
+            run(command, env={"VERSION": version, "SOURCE_DATE_EPOCH": EPOCH})
 
-    inputs: list[Path | str] = [version, *(REPOSITORY / name for name in INPUTS)]
+    checkout: list[Path | str] = [REPOSITORY / name for name in INPUTS]
+    inputs = [version, *([RELEASES[version]] if version in RELEASES else checkout)]
     directory = cached(f"packages-{version}-{architecture}", inputs, build)
     return {path.name.partition("_")[0]: path for path in directory.glob("*.deb")}
+
+
+@contextmanager
+def _source(version: str) -> Iterator[Path]:
+    """Yield this checkout, or a repository with the files of a release's commit."""
+    commit = RELEASES.get(version)
+    if commit is None:
+        yield REPOSITORY
+        return
+    with tempfile.TemporaryDirectory(dir=cache_root(), prefix=".release-") as name:
+        archive, source = Path(name) / "source.tar", Path(name) / "source"
+        try:
+            run(["git", "-c", "safe.directory=*", "archive", f"--output={archive}", commit], cwd=REPOSITORY)
+        except CommandError as error:
+            here = f"{REPOSITORY} does not have the commit of release {version}"
+            raise BedError(f"{here}; run `git fetch origin {commit}` there") from error
+        run(["git", "init", "--quiet", source])
+        run(["tar", "--extract", "--file", archive, "--directory", source])
+        # build-packages takes what git lists.
+        run(["git", "add", "--all", "--force"], cwd=source)
+        yield source
 
 
 def repository(directory: Path, *debs: Path) -> None:

@@ -29,10 +29,11 @@ def build(
     name: str = "agent-ubuntu2404",
     options: str = "",
     checkout: Path = REPOSITORY,
+    base: str = "example.org/base",
 ) -> subprocess.CompletedProcess[str]:
     """Run containerfiles/build with limits of 512, and a program that records its arguments."""
     program(directory / builder, f'printf "%s\\n" "$@" >{directory}/arguments\n{ends_with}')
-    command = f"{checkout}/containerfiles/build --with {builder} {options} {name} example.org/base"
+    command = f"{checkout}/containerfiles/build --with {builder} {options} {name} {base}"
     path = f"{directory}:{os.environ['PATH']}"
     return run("bash", "-c", f"ulimit -n 512 && ulimit -u 512 && exec {command}", PATH=path)
 
@@ -95,6 +96,27 @@ def test_files_of_any_checkout_get_the_same_owner_and_modes(tmp_path: Path) -> N
     assert {"unbounded-agent-gpu.service", "machine/run.py"} <= {name for *_, name in found}
     assert {(owner, mode, kind) for owner, mode, kind, *_ in found} == {("0:0", "755", "d"), ("0:0", "644", "f")}
     assert not [name for *_, name in found if name.endswith(".swp")]
+
+
+def test_the_recipes_of_a_release_pin_what_they_are_given_no_base_for(tmp_path: Path) -> None:
+    """Each Containerfile gets only its own arguments."""
+
+    def pinned(name: str, base: str) -> list[str]:
+        assert build(tmp_path, name=name, base=base, options=f"--packages {tmp_path}", checkout=recipes).returncode == 0
+        found = (tmp_path / "arguments").read_text().splitlines()
+        return [value for option, value in pairwise(found) if option == "--build-arg"]
+
+    recipes = tmp_path / "recipes"
+    for directory in ("agent/system", "containerfiles"):
+        shutil.copytree(REPOSITORY / directory, recipes / directory)
+    for each in ("unbounded-agent-machine_1_all", "unbounded-agent-machine-dra_1_all"):
+        (tmp_path / f"{each}.deb").touch()
+    assert pinned("agent-ubuntu2404", "") == []
+    base, snapshot, toolkit = "BASE=example.org/ubuntu@sha256:12", "SNAPSHOT=20261130T120000Z", "TOOLKIT=1.19.1-1"
+    (recipes / "containerfiles/pins").write_text(f"# A comment.\n{base}\n{snapshot}\n{toolkit}\n")
+    assert pinned("agent-ubuntu2404", "") == [base, snapshot]
+    assert pinned("agent-ubuntu2404-nvidia", "") == [base, snapshot, toolkit]
+    assert pinned("agent-ubuntu2404-nvidia", "example.org/other") == ["BASE=example.org/other"]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,27 @@
 """docs/compatibility.md has what a complete run showed, and nothing from a run that failed."""
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from integration.bed.measure.tested_with import BEGIN, FILES_LIMIT, HEADER, table, with_table
+from tests.fakes.programs import program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs/compatibility.md"
+
+
+PYTHON = """\
+case "$*" in
+    *--collect-only*) echo integration/tests/node/test_a.py::test_one ;;
+    *tested_with*) echo "$@" ;;
+    *) for each; do case $each in --junit-xml=*) touch "${each#*=}" ;; esac; done ;;
+esac"""
+"""Stands in for the Python of pytest, whose tests all pass."""
 
 
 def results(tmp_path: Path, *cases: str) -> Path:
@@ -79,3 +92,33 @@ def test_the_table_names_tests_that_exist() -> None:
     named = set(re.findall(r"\b(test_\w+) \(\d+\)", PAGE.read_text()))
     assert named
     assert named <= {path.stem for path in (REPOSITORY / "integration").rglob("test_*.py")}
+
+
+@pytest.mark.processes
+def test_the_table_is_made_from_all_that_a_complete_run_has_passed(tmp_path: Path) -> None:
+    """The gate's results are kept by commit, those of the other files by what they test."""
+    checkout, cache = tmp_path / "checkout", tmp_path / "cache/unbounded-agent"
+    (checkout / "integration/tests/node").mkdir(parents=True)
+    for name in ("test_a.py", "test_bench.py"):
+        (checkout / "integration/tests/node" / name).touch()
+    for name in ("test", "tested-with"):
+        shutil.copy(REPOSITORY / "integration" / name, checkout / "integration")
+    program(checkout / "integration/setup", "true")
+    program(cache / "python/bin/python", PYTHON)
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache.parent)}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("git", "init", "--quiet")
+    run("git", "add", "--all")
+    run("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message=c")
+    run("integration/test", "--all")
+    # A second run finds that all has passed.
+    run("integration/test", "--all")
+    read = [Path(word).name for word in run("integration/tested-with").split() if word.endswith(".xml")]
+    assert [re.sub("-[0-9a-f]{16}", "", name) for name in sorted(read)] == [
+        "gate-host.xml", "gate-without-host.xml", "test_a.xml", "test_bench.xml"
+    ]  # fmt: skip

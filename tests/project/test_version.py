@@ -4,9 +4,11 @@ import os
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from agent import __version__
 
@@ -77,9 +79,27 @@ def test_the_tag_is_the_release_unless_another_version_is_chosen(checkout: Path)
     git(checkout, "tag", "v0.1.0")
     assert version(checkout) == "0.1.0"
     assert version(checkout, VERSION="2.0.0") == "2.0.0"
+    git(checkout, "tag", "--annotate", "--message=another", "v0.0.9")
+    assert version(checkout) == "0.1.0"
+
+
+def test_what_follows_the_release_sorts_after_it(checkout: Path) -> None:
+    """Otherwise, apt would take a newer build for an older one."""
+    before = version(checkout)
+    git(checkout, "tag", "--annotate", "--message=release", "v0.1.0")
+    found = [before, version(checkout)]
     with (checkout / "agent/__init__.py").open("a") as file:
         file.write("# changed\n")
-    assert version(checkout) != "0.1.0"
+    found.append(version(checkout))
+    assert re.fullmatch(r"0\.1\.0\+0\.g[0-9a-f]{8}\.d[0-9a-f]{8}", found[-1])
+    for number in range(1, 11):
+        commit(checkout, f"2026-01-02T03:04:{number:02}+01:00")
+        found.append(version(checkout))
+        assert found[-1] == f"0.1.0+{number}.g{git(checkout, 'rev-parse', '--short=8', 'HEAD')}"
+    found.append("0.1.1.dev20260102020405+g12345678")
+    for earlier, later in pairwise(each.replace(".dev", "~dev") for each in found):
+        subprocess.run(["dpkg", "--compare-versions", earlier, "lt", later], check=True)
+    assert [str(each) for each in sorted(map(Version, found))] == found
 
 
 def test_an_archive_says_that_it_is_one(checkout: Path) -> None:

@@ -36,7 +36,8 @@ REASONS = frozenset(Reason)
 OTHER = "other"
 """The label's value in place of a reported value that is not shown. Root in a machine can report any value, and each
 new value of a label begins a new series, which Prometheus keeps for weeks."""
-VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}([-+.~]?[a-z0-9]{1,12}){0,2}")
+VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}([-+.~]?[a-z0-9]{1,17}){0,3}")
+"""As deploy/version makes them; the longest is 0.1.0.dev20261130120000+g12345678.d12345678."""
 VERSIONS = 16
 """How many versions of machine halves the metrics show until the service restarts. Further versions are `other`."""
 

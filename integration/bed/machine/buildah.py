@@ -14,14 +14,18 @@ def buildah(*arguments: Argument) -> str:
     return run(["buildah", *arguments], env=_environment())
 
 
-def build(name: str, base: str, *options: Argument) -> str:
-    """Return the image that containerfiles/build makes from containerfiles/NAME on `base`. Layers are cached."""
-    script = REPOSITORY / "containerfiles" / "build"
+def build(name: str, base: str, *options: Argument, recipes: Path = REPOSITORY) -> str:
+    """Return the image that containerfiles/build makes from containerfiles/NAME on `base`; if "", on its default.
+
+    Layers are cached.
+    """
+    script = recipes / "containerfiles" / "build"
     # One build at a time, because of the prune below: while another build runs, its newest layer has no name yet, and
     # the prune would remove that layer, or fail because it is in use.
     with locked("buildah"):
         # --build-toolkit: the toolkit is compiled, because not every computer can reach NVIDIA's packages.
-        run([script, "--with", "buildah", "--build-toolkit", *options, name, base], env=_environment() | BUILD)
+        command: list[Argument] = [script, "--with", "buildah", "--build-toolkit", *options, name]
+        run([*command, *([base] if base else [])], env=_environment() | BUILD)
         # Remove layers of earlier builds that no image uses now. The container that a killed build left still uses
         # some, which only take space.
         with suppress(CommandError):

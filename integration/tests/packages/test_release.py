@@ -10,6 +10,7 @@ from integration.bed.packages import EPOCH
 from integration.bed.process import run
 
 VERSION = "1.0"
+PINS = "# A comment.\nBASE=docker.io/library/ubuntu@sha256:12\nSNAPSHOT=20261130T120000Z\nTOOLKIT=1.19.1-1\n"
 FILES = {
     f"unbounded-agent-{VERSION}-amd64.cdx.json",
     f"unbounded-agent-{VERSION}-arm64.cdx.json",
@@ -34,11 +35,22 @@ def build(source: Path, directory: Path, umask: str, zone: str) -> Path:
     return output
 
 
+def pinned_checkout(directory: Path) -> Path:
+    """Return a clone of this checkout that has pins, as after `make pins`."""
+    run(["git", "clone", "--quiet", "--no-local", REPOSITORY, directory])
+    (directory / "deploy/pins").write_text(PINS)
+    run(["git", "add", "deploy/pins"], cwd=directory)
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    run(["git", *identity, "commit", "--quiet", "--allow-empty", "--message=c"], cwd=directory)
+    return directory
+
+
 @pytest.mark.exhaustive
 def test_a_release_is_whole_and_the_same_from_every_clone(tmp_path: Path) -> None:
     """Another directory, umask and time zone change no byte. An image can be built from what is there."""
-    first = build(REPOSITORY, tmp_path / "a", "022", "UTC")
-    second = build(tmp_path / "a" / "clone", tmp_path / "b", "077", "Asia/Tokyo")
+    source = pinned_checkout(tmp_path / "source")
+    first = build(source, tmp_path / "a", "022", "UTC")
+    second = build(source, tmp_path / "b", "077", "Asia/Tokyo")
     assert {path.name for path in first.iterdir()} == FILES
     run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=first)
     assert (first / "SHA256SUMS").read_text() == (second / "SHA256SUMS").read_text()
@@ -46,5 +58,6 @@ def test_a_release_is_whole_and_the_same_from_every_clone(tmp_path: Path) -> Non
 
     run(["tar", "--extract", "--file", first / f"unbounded-agent-{VERSION}-recipes.tar.gz", "--directory", tmp_path])
     recipe = tmp_path / f"unbounded-agent-{VERSION}" / "containerfiles" / "build"
+    assert recipe.with_name("pins").read_text() == PINS
     missing = subprocess.run([recipe, "--packages", tmp_path, "agent-ubuntu2404"], capture_output=True, text=True)
     assert "has no package unbounded-agent-machine" in missing.stderr

@@ -122,7 +122,13 @@ def test_attack_a_machine_cannot_make_series_without_end() -> None:
 
 @pytest.mark.parametrize(
     ("version", "shown"),
-    [("0.1.0", "0.1.0"), ("0.2.0~rc1", "0.2.0~rc1"), ("1.2.3.dev4+abc", "1.2.3.dev4+abc"), ("my version", "other")],
+    [
+        ("0.1.0", "0.1.0"),
+        ("0.2.0~rc1", "0.2.0~rc1"),
+        ("0.1.0+5.g12345678", "0.1.0+5.g12345678"),
+        ("0.1.0.dev20261130120000+g12345678.d12345678", "0.1.0.dev20261130120000+g12345678.d12345678"),
+        ("my version", "other"),
+    ],
 )
 def test_versions_of_machine_halves(version: str, shown: str) -> None:
     samples = scrape(view_of(replace(READY, agent_version=version)))
