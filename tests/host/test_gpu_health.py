@@ -152,6 +152,27 @@ def test_attach_forgets_what_the_gpu_said_before(agent: Reconciler, gpu_host: Ho
     assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_word_from_before_the_driver_was_bound_again_does_not_count(
+    agent: Reconciler, gpu_host: Host, seen: bool
+) -> None:
+    """Its machine repeats it until it runs again. If the GPU is idle then, nobody asks it, and it stayed fenced."""
+    said(gpu_host, {RECOVERY_ACTION: "Reset"})
+    assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+    link = Path(gpu_host.root, f"sys/devices/pci0000:00/{SECOND}/driver")
+    # The file system of the test must not use the number of the link again.
+    link.rename(link.with_name("before"))
+    if seen:
+        gpu_host.rebind(SECOND, "")
+        judged(agent)
+        gpu_host.rebind(SECOND, "nvidia")
+    link.symlink_to("../../../bus/pci/drivers/nvidia")
+    assert judged(agent) == ("Healthy", GpuState.HEALTHY)
+    assert judged(agent) == ("Healthy", GpuState.HEALTHY), "nor later"
+    said(gpu_host, {RECOVERY_ACTION: "Reset"}, asked=time.time() + 1)
+    assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+
+
 HAS, OTHER = "a", "b"
 
 

@@ -5,7 +5,6 @@ GPU from machines permanently, use the configuration. The kernel log shows only 
 the record, the service would not know of it after a restart.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -64,7 +63,8 @@ class GpuNote(Struct, frozen=True, omit_defaults=True):
     """The worst error in the kernel log, or that the GPU itself has named; of equally bad ones, the first."""
     taint: Taint | None = None
     attached: float = 0.0
-    """When an administrator last attached the GPU; 0 if nobody has since its driver was bound."""
+    """When an administrator last attached the GPU, or a pass found its driver bound again. What the GPU said before
+    does not count: its machine may repeat it."""
     resetting: Resetting | None = None
     """Set only if `taint` is."""
     test: GpuTest | None = None
@@ -209,8 +209,10 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
     bound = binding(system, address)
 
     def failed(note: GpuNote) -> GpuNote:
-        before = note.fault
-        if before is None or _weight(fault) > _weight(before):
+        before, done = note.fault, note.resetting.done if note.resetting else 0.0
+        # A reset has ended what came before it, except what a test found.
+        ended = before and before.source != GPU_TEST and before.last <= done < fault.last
+        if before is None or ended or _weight(fault) > _weight(before):
             return replace(note, fault=fault, binding=bound)
         # If only the meaning of the error is new, it counts: a reset may be enough now, in place of a reboot. But a
         # lesser line with the same reason does not give the GPU back to pods.
@@ -218,9 +220,7 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
         if before.reason == fault.reason and before.meaning != fault.meaning and stays:
             since = before.since if before.verdict is fault.verdict else fault.since
             return replace(note, fault=replace(fault, since=since))
-        done = note.resetting.done if note.resetting else math.inf
-        again = fault.last - before.last >= REPEATED or before.last <= done < fault.last
-        return replace(note, fault=replace(before, last=fault.last)) if again else note
+        return replace(note, fault=replace(before, last=fault.last)) if fault.last - before.last >= REPEATED else note
 
     return _change(system, address, failed)
 
@@ -265,6 +265,15 @@ def forget_fault(system: System, address: str, until: float | None = None) -> bo
     return had_error
 
 
+def record_bindings(system: System) -> None:
+    """Record which GPUs' drivers were bound again, and forget what counted until then."""
+    with locked(system, GPUS_LOCK, LOCK_WAIT, "the record of GPUs is in use"):
+        found = _RECORD.read_seen(GPUS, system)
+        notes = _current(found, system)
+        if isinstance(found, dict) and notes != found:
+            _RECORD.write(GPUS, notes, system)
+
+
 def _change(system: System, address: str, change: Callable[[GpuNote], GpuNote]) -> bool:
     # The service records errors also during a pass, so it needs another lock than the pass lock.
     with locked(system, GPUS_LOCK, LOCK_WAIT, "the record of GPUs is in use"):
@@ -291,8 +300,8 @@ def _current(found: Seen[dict[str, GpuNote]], system: System) -> dict[str, GpuNo
     current = {}
     for address, note in found.items() if isinstance(found, dict) else ():
         if _device(system, address) == note.device:
-            if (note.fault or note.lost or note.attached) and binding(system, address) != note.binding:
-                note = replace(note, binding=None, lost="", fault=None, attached=0.0)
+            if (note.fault or note.lost or note.attached) and (bound := binding(system, address)) != note.binding:
+                note = replace(note, binding=bound, lost="", fault=None, attached=time.time())
             if note.fault and _is_over(note.fault):
                 note = replace(note, fault=None)
             if note.lost or note.fault or note.taint or note.attached or note.test:
