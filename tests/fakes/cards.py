@@ -60,7 +60,7 @@ class CardHost(Host):
     def link_driver(self, address: str, driver: str) -> None:
         """Bind a card to a kernel driver, or to none."""
         self.rebind(address, driver)
-        link = Path(self.full_path(f"{PCI_DEVICES}/{address}/driver"))
+        link = Path(self.root, f"{PCI_DEVICES[1:]}/{address}/driver")
         self._links += 1
         if link.is_symlink():
             # Here the number of a removed link could be used again.
