@@ -423,7 +423,6 @@ def try_fault(world: GpuWorld, name: str, rng: random.Random) -> Iterator[str]:
     world.later(DAY)
     fault = KINDS[name](world, rng)
     before = world.given(fault.withdrawn)
-    world.bad = frozenset(gpu for gpu, verdict in fault.verdicts.items() if verdict in FENCED)
     yield from _strike(world, fault)
     world.settle()
     yield from _untouched(world, fault, before)
@@ -436,6 +435,7 @@ def _strike(world: GpuWorld, fault: Fault) -> Iterator[str]:
     """Let the fault come. One pass must be enough."""
     passes = world.passes
     fault.strike()
+    world.bad = frozenset(gpu for gpu, verdict in fault.verdicts.items() if verdict in FENCED)
     noticed = world.notices()
     if not fault.silent and noticed is not any(verdict != HEALTHY for verdict in fault.verdicts.values()):
         yield f"{fault.about}: the service {'noticed' if noticed else 'did not notice'} it"
