@@ -78,7 +78,7 @@ def nothing() -> None:
 
 
 class GpuWorld:
-    """See the module's docstring. Used as a context, in which its clock counts."""
+    """See the module's docstring. As a context, it has time of its own."""
 
     def __init__(self, tree: Path) -> None:
         self.ahead = 0.0
@@ -117,9 +117,6 @@ class GpuWorld:
     def __enter__(self) -> "GpuWorld":
         for each in self._clocks:
             each.start()
-        self.log.write("Linux version")
-        self.agent = self._configured()
-        self.follower, self.udev = self._service()
         return self
 
     def __exit__(
@@ -127,11 +124,13 @@ class GpuWorld:
     ) -> None:
         for each in self._clocks:
             each.stop()
-        self.follower.close()
         self.log.close()
 
     def begin(self) -> None:
-        """Start the machines, whose NVIDIA GPUs say that they are healthy."""
+        """Start the service, and the machines, whose NVIDIA GPUs say that they are healthy."""
+        self.log.write("Linux version")
+        self.agent = self._configured()
+        self.follower, self.udev = self._service()
         self.make_pass()
         for name in MACHINES:
             self.host.start(name, lambda name: prepare(name, self._configured()))
@@ -191,12 +190,9 @@ class GpuWorld:
         self.follower.close()
         self.log.close()
         self.log = Log()
-        self.log.write("Linux version")
         self.host.boot()
         for gpu in DRIVERS:
             self.host.link_driver(gpu, DRIVERS[gpu])
-        self.agent = self._configured()
-        self.follower, self.udev = self._service()
         self.begin()
 
     # ---- the machines
