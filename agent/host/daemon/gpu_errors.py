@@ -182,8 +182,11 @@ class GpuErrors:
         if not (error.lost or error.recovered or error.verdict is not Verdict.HEALTHY):
             return
         try:
-            saved = self._position.bindings.get(address) if self._position else None
-            bound = saved if behind else binding(self._system, address)
+            saved = self._position.bindings if self._position else {}
+            if behind and error.vendor and saved.items() & bindings(self._system, saved).items():
+                # Of an NVSwitch, no binding was saved. It is bound again together with all GPUs.
+                behind = False
+            bound = saved.get(address) if behind else binding(self._system, address)
         except OSError as problem:
             log.error("cannot record the fault of GPU %s: %s", address, one_line(str(problem)))
         else:

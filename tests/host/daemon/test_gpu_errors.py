@@ -274,6 +274,23 @@ def test_a_fatal_error_of_an_nvswitch_is_its_own(site: Site, caplog: pytest.LogC
     assert "all GPUs that it connects may be affected" in caplog.text
 
 
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_an_nvswitchs_error_while_the_service_is_down_counts_unless_the_driver_was_loaded_again(
+    site: Site, reloaded: bool
+) -> None:
+    """The service knows the bindings of GPUs only. The same module drives the switch."""
+    driver = "/sys/devices/pci0000:00/switch/driver"
+    site.host.symlink(f"/sys/bus/pci/devices/{SWITCH}", "../../../devices/pci0000:00/switch")
+    site.host.symlink(driver, "../../../bus/pci/drivers/nvidia-nvswitch")
+    site.first_run()
+    site.log.write(f"nvidia-nvswitch3: SXid (PCI:{SWITCH}): 24007, Fatal, Link 28 sourcetrack timeout")
+    if reloaded:
+        for each in (FIRST, SECOND):
+            site.rebind(each)
+    assert site.start().needs_pass() is not reloaded
+    assert [*site.faults()] == [SWITCH] * (not reloaded)
+
+
 RECOVERY = "NVRM: Xid (PCI:0000:02:00): 154, GPU recovery action changed from {} to {}"
 
 
