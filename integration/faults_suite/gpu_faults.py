@@ -93,6 +93,16 @@ def _rebind(world: GpuWorld, gpu: str) -> None:
     world.bind(gpu)
 
 
+def _reload(world: GpuWorld, _: str) -> None:
+    """All that NVIDIA's driver has is bound again."""
+    for gpu in NVIDIA:
+        world.unbind(gpu)
+    world.settle()
+    world.host.link_driver(SWITCH, "nvidia-nvswitch")
+    for gpu in NVIDIA:
+        world.bind(gpu)
+
+
 def _attach(world: GpuWorld, gpu: str) -> None:
     attach(gpu, world.agent)
 
@@ -134,12 +144,14 @@ WAYS: dict[str, Callable[[GpuWorld, str], None]] = {
     "ten normal minutes": lambda world, gpu: world.later(NORMAL),
     "a test that passes": _test,
     "amdgpu's success": lambda world, gpu: world.tell(f"amdgpu {gpu}: amdgpu: GPU reset(2) succeeded!"),
+    "the driver is loaded again": _reload,
     "the GPU comes back": lambda world, gpu: world.host.plug(NVIDIA.index(gpu), gpu, NVIDIA.index(gpu)),
 }
 TRIED_IN_VAIN = ("Xid 154", "the GPU's own word", "a test that passes")
 """What must not end a fault of NVIDIA's GPUs unless it is among its ends."""
 ALWAYS = ("the driver is bound again", "a reboot")
 NEEDS = (*ALWAYS, "gpus attach", "gpus reset", "Xid 154", "the GPU's own word")
+TOGETHER = ("gpus reset", "a reboot", "the driver is loaded again")
 BY_HAND = (*ALWAYS, "gpus attach")
 
 
@@ -205,7 +217,7 @@ def _sxid(world: GpuWorld, rng: random.Random) -> Fault:
     line = f"nvidia-nvswitch0: SXid (PCI:{SWITCH}): {rng.randint(10000, 29999)}, {severity}, Link 28 words"
     if severity != "Fatal":
         return Fault(line, {}, lambda: world.tell(line))
-    return Fault(line, dict.fromkeys(NVIDIA, RESET), lambda: world.tell(line), ("gpus reset", "a reboot"))
+    return Fault(line, dict.fromkeys(NVIDIA, RESET), lambda: world.tell(line), TOGETHER)
 
 
 @kind("an initialisation that fails")
@@ -340,14 +352,8 @@ def _two(world: GpuWorld, rng: random.Random) -> Fault:
 
 @kind("an error while the service is down")
 def _while_down(world: GpuWorld, rng: random.Random) -> Fault:
-    gpu, number = rng.choice(NVIDIA), rng.choice([*oracle.xids()[RESET], *oracle.xids()[BROKEN]])
-    verdict = BROKEN if number in oracle.xids()[BROKEN] else RESET
-    line = XID.format(short(gpu), number)
-
-    def strike() -> None:
-        world.restart_service(lambda: world.tell(line))
-
-    return Fault(line, {gpu: verdict}, strike, _ends(verdict), f"Xid{number}")
+    fault = rng.choice((_off_the_bus, _nvlink, _recovery, _sxid, _init, _refused))(world, rng)
+    return fault._replace(strike=lambda: world.restart_service(fault.strike))
 
 
 @kind("an error during a reset")
@@ -473,7 +479,7 @@ def _end(world: GpuWorld, fault: Fault, way: str, before: dict[str, object]) -> 
         # An NVSwitch's error ends only if all its GPUs are reset together.
         _reset(world, *gpus)
     else:
-        for gpu in gpus if way != "a reboot" else gpus[:1]:
+        for gpu in gpus[:1] if way in ("a reboot", "the driver is loaded again") else gpus:
             WAYS[way](world, gpu)
     world.settle()
     ended = fault._replace(verdicts={}, reason="")

@@ -109,6 +109,7 @@ class GpuWorld:
         host.file("/usr/bin/nvidia-smi", executable=True)
         host.make_directory("/proc")
         host.symlink(f"{PCI_DEVICES}/{SWITCH}", "../../../devices/switch")
+        host.symlink("/sys/devices/switch/driver", "../../bus/pci/drivers/nvidia-nvswitch")
         for minor, gpu in enumerate(NVIDIA):
             host.plug(minor, gpu, minor)
         for number, (gpu, vendor) in enumerate(((AMD, 0x1002), (XE, 0x8086), (I915, 0x8086)), start=20):
