@@ -10,7 +10,7 @@ from agent.config.settings import Config
 from agent.host.detach import attach
 from agent.host.observe.machine import parse_report
 from agent.host.reconcile import Reconciler
-from agent.host.state.gpus import observe_gpus, record_fault, record_lost, record_tainted
+from agent.host.state.gpus import observe_gpus, record_fault, record_lost, record_recovered, record_tainted
 from agent.host.verify.gpu_states import health
 from agent.machine.run import run
 from agent.model.conditions import ConditionType, Status
@@ -171,6 +171,21 @@ def test_a_word_from_before_the_driver_was_bound_again_does_not_count(
     assert judged(agent) == ("Healthy", GpuState.HEALTHY), "nor later"
     said(gpu_host, {RECOVERY_ACTION: "Reset"}, asked=time.time() + 1)
     assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+
+
+def test_the_drivers_later_word_counts_against_the_gpus_own_recovery_action_only(
+    agent: Reconciler, gpu_host: Host
+) -> None:
+    """Before, an idle GPU, which nobody asks, stayed fenced; and a restart of its machine made a broken one healthy."""
+    said(gpu_host, {RECOVERY_ACTION: "Reset"})
+    assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+    assert record_recovered(gpu_host, SECOND)
+    assert judged(agent) == ("Healthy", GpuState.HEALTHY)
+    said(gpu_host, BAD, asked=time.time() + 1)
+    assert judged(agent) == ("GPUBroken", GpuState.UNHEALTHY)
+    report(gpu_host, ALL_OPEN)
+    assert not record_recovered(gpu_host, SECOND)
+    assert judged(agent) == ("GPUBroken", GpuState.UNHEALTHY)
 
 
 HAS, OTHER = "a", "b"

@@ -1,7 +1,6 @@
 """Follows GPU errors, most of them in the kernel log: counts, logs and records them."""
 
 import logging
-import math
 import select
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -208,7 +207,7 @@ class GpuErrors:
             try:
                 if then.binding == binding(self._system, address):
                     if error.recovered:
-                        changed |= record_recovered(self._system, address, math.inf)
+                        changed |= record_recovered(self._system, address)
                     elif error.verdict is not Verdict.HEALTHY:
                         times = (then.since, error.verdict, then.since)
                         ends = (KERNEL_LOG, error.until_answer, error.vendor)

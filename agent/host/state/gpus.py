@@ -5,6 +5,7 @@ GPU from machines permanently, use the configuration. The kernel log shows only 
 the record, the service would not know of it after a restart.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -230,19 +231,23 @@ def _weight(fault: GpuFault) -> tuple[int, bool, bool]:
     return fault.verdict.severity, fault.source == GPU_TEST, not fault.until_answer
 
 
-def record_recovered(system: System, address: str, said: float) -> bool:
-    """Forget an error that the driver, or the GPU itself, has withdrawn at the time `said`.
+def record_recovered(system: System, address: str, said: float = math.inf) -> bool:
+    """Forget an error that the GPU itself has withdrawn at the time `said`, or its driver, just now.
 
-    Return whether the record changed. An error after which the GPU needed a reset or a reboot is forgotten, and any
-    that counts only until the GPU answers. Nothing else ends that a GPU is broken.
+    Return whether the record changed. An error after which the GPU needed a reset or a reboot is forgotten, and by an
+    answer of the GPU also any that counts only until then. Nothing else ends that a GPU is broken.
     """
-    needed = (Verdict.NEEDS_RESET, Verdict.NEEDS_REBOOT)
+    needed, bound, by_driver = (Verdict.NEEDS_RESET, Verdict.NEEDS_REBOOT), binding(system, address), said == math.inf
 
     def recovered(note: GpuNote) -> GpuNote:
         fault = note.fault
         # A GPU that computes wrongly may say that it is healthy.
-        may_end = fault and fault.source != GPU_TEST and (fault.verdict in needed or fault.until_answer)
-        return replace(note, fault=None) if fault and may_end and fault.last + REPEATED < said else note
+        if fault is None or fault.source == GPU_TEST or fault.last + REPEATED >= said:
+            return note
+        if fault.verdict not in needed and (by_driver or not fault.until_answer):
+            return note
+        # What the GPU said before the driver's word does not count.
+        return replace(note, fault=None, attached=time.time() if by_driver else note.attached, binding=bound)
 
     return _change(system, address, recovered)
 
