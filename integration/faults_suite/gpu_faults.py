@@ -276,7 +276,7 @@ def _asks(world: GpuWorld, rng: random.Random) -> Fault:
     if word == "requires":
         words = dict.fromkeys(("gpu_recovery_action", "remapped_rows.pending"), "GPU requires reset")
     # A machine may have made up the Reboot: the command may try.
-    ends = ("the GPU's own word",) if verdict == DEGRADED else ("the GPU's own word", "any answer", *BY_HAND)
+    ends = ("the GPU's own word",) if verdict == DEGRADED else ("the GPU's own word", "any answer", "Xid 154", *BY_HAND)
     return Fault(str(words), {gpu: verdict}, lambda: world.say(gpu, **words), ends, silent=True)
 
 
@@ -453,10 +453,12 @@ def _strike(world: GpuWorld, fault: Fault) -> Iterator[str]:
 
 
 def _go_on(world: GpuWorld, fault: Fault, rng: random.Random) -> Iterator[str]:
-    """Neither time, nor a new process, nor other lines end the fault, nor what ends other faults."""
+    """Neither time, nor restarts of service or machine, nor other lines end the fault, nor what ends other faults."""
     world.later(NORMAL * 0.8 if DEGRADED in fault.verdicts.values() else DAY)
     if rng.random() < 0.5:
         world.restart_service()
+    if rng.random() < 0.5 and DEGRADED not in fault.verdicts.values():
+        world.restart(MACHINE_OF.get(next(iter(fault.verdicts)), "a"))
     world.tell(*(XID.format(short(gpu), 31) for gpu in NVIDIA), *rng.sample(oracle.harmless(), 5))
     world.settle()
     yield from _wrong_verdicts(world, fault, "after a time")

@@ -134,7 +134,7 @@ class GpuWorld:
         self.follower, self.udev = self._service()
         self.make_pass()
         for name in MACHINES:
-            self.host.start(name, lambda name: prepare(name, self._configured()))
+            self.start(name)
         for gpu in NVIDIA:
             self.say(gpu)
         self.settle()
@@ -197,6 +197,15 @@ class GpuWorld:
         self.begin()
 
     # ---- the machines
+
+    def start(self, name: str) -> None:
+        self.host.start(name, lambda name: prepare(name, self._configured()))
+
+    def restart(self, name: str) -> None:
+        """Restart a machine. No GPU has said anything to the new one."""
+        self.host.stop(name)
+        self.start(name)
+        self.settle()
 
     def say(self, gpu: str, **words: str) -> None:
         """Let a GPU say these words of its health, by nvidia-smi's fields with _ for a dot; else that it is well."""
