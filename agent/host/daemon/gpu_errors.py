@@ -156,7 +156,7 @@ class GpuErrors:
                 self._handle(each, count, behind)
 
     def _explains(self, error: GpuError) -> bool:
-        """Return whether an error from before the first start is why the GPU has no driver now."""
+        """Return whether the error, though old, is why the GPU has no driver now."""
         return error.refused and read_seen(self._system.exists, f"{PCI_DEVICES}/{error.pci_address}/driver") is False
 
     def _handle(self, error: GpuError, count: int, behind: bool) -> None:
@@ -186,6 +186,9 @@ class GpuErrors:
                 # Of an NVSwitch, no binding was saved. It is bound again together with all GPUs.
                 behind = False
             bound = saved.get(address) if behind else binding(self._system, address)
+            if self._explains(error):
+                # It came after the GPU had lost its driver, however it was bound at the saved position.
+                bound = None
         except OSError as problem:
             log.error("cannot record the fault of GPU %s: %s", address, one_line(str(problem)))
         else:

@@ -225,9 +225,12 @@ UNSUPPORTED = (
 )
 
 
-@pytest.mark.parametrize("written", ["at boot", "while it runs", "while it is down"])
+@pytest.mark.parametrize("written", ["at boot", "while it runs", "while it is down", "when another driver comes"])
 def test_why_a_gpu_has_no_driver_is_recorded_until_it_gets_one(site: Site, written: str) -> None:
     """The lines come when the driver is loaded, mostly before the service starts."""
+    if written == "when another driver comes":
+        # An upgrade, while the service is down.
+        site.first_run()
     site.unbind(SECOND)
     if written == "while it is down":
         site.first_run()
