@@ -60,7 +60,8 @@ class Site:
         bed.guest.write("/root/follow.py", FOLLOW.encode())
         bed.guest.write("/etc/unbounded-agent/config.toml", f'{CONFIGURATION}allocation = "dra"\n'.encode())
         bed.run("systemctl", "reload", "unbounded-agent.service")
-        wait("the GPUs' states are published", lambda: bed.guest.read(gpu_states_file(MACHINE)), 120, bed.evidence)
+        exists = ("test", "-e", gpu_states_file(MACHINE))
+        wait("states are published", lambda: bed.run(*exists, check=False).status == 0, 120, bed.evidence)
         self.pod = bed.node.start_pod(Pod(("sh", "-c", COUNT), cdi=(str(BUSY_GPU),)))
         self._counted = 0
 
@@ -136,7 +137,7 @@ def simulated_libcuda(bed: Bed, wrong: int, directory: Path) -> None:
     subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, LIBCUDA, "-lm"], check=True, timeout=60)
     root = f"/var/lib/machines/{MACHINE}/root"
     bed.guest.write(f"{root}/libcuda.so", library.read_bytes(), 0o755)
-    lines = (f"{uuid_of(bed, minor)}{' wrong=check' * (minor == wrong)}\n" for minor in range(len(GPUS)))
+    lines = (f"{uuid_of(bed, minor)}{' wrong=compute' * (minor == wrong)}\n" for minor in range(len(GPUS)))
     bed.guest.write(f"{root}/simulated-cuda", "".join(lines).encode())
     listed = "ldconfig -p | awk '/libcuda.so.1 .*x86-64/ { print $NF; exit }'"
     bed.node.shell(f"cp /root/simulated-cuda /run && mount --bind /root/libcuda.so $(readlink -f $({listed}))")
