@@ -193,7 +193,8 @@ class GpuFacts(Struct, frozen=True):
     """The worst error of each GPU, until the GPU has recovered; also of devices that all GPUs need (NVSwitches)."""
     tainted: Mapping[str, Taint] = field(default_factory=dict)
     attached: Mapping[str, float] = field(default_factory=dict)
-    """When an administrator last attached each GPU, in seconds since the epoch: what it said before is forgotten."""
+    """When each GPU was last attached, or found bound again, in seconds since the epoch: what it said before is
+    forgotten."""
     tests: Mapping[str, GpuTest] = field(default_factory=dict)
     begun: Mapping[str, Begun] = field(default_factory=dict)
     resetting: frozenset[str] = frozenset()

@@ -208,6 +208,34 @@ class GpuError(Struct, frozen=True):
     """Whether the error means that the driver did not take the GPU, so that no driver is bound to it."""
 
 
+class KernelLine(Struct, frozen=True):
+    """A line of the kernel log that says something of a GPU's health, or that a program has stopped a GPU."""
+
+    pattern: str
+    """Regular expression for the beginning of the line."""
+    reason: str
+    verdict: Verdict
+    meaning: str
+    """What has happened, and what to do. `{0}` stands for the GPU's address."""
+    from_application: bool = False
+    lost: bool = False
+    recovered: bool = False
+    until_answer: bool = False
+    refused: bool = False
+    """All but the first as in GpuError."""
+
+    def error(self, address: str) -> GpuError:
+        """Return the error that the line reports of this GPU."""
+        return GpuError(
+            *(address, self.reason, self.meaning.format(address), self.verdict),
+            from_application=self.from_application,
+            lost=self.lost,
+            recovered=self.recovered,
+            until_answer=self.until_answer,
+            refused=self.refused,
+        )
+
+
 REBIND = (
     "end the programs that use it, run `echo {0} > /sys/bus/pci/devices/{0}/driver/unbind`, then "
     "`echo {0} > /sys/bus/pci/drivers_probe`"

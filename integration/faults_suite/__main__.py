@@ -1,4 +1,4 @@
-"""`integration/faults [--quick] [--json]`: crashes, failing calls, damaged files, and what attackers send."""
+"""`integration/faults [--quick] [--json]`: crashes, failing calls, damage, broken GPUs, and what attackers send."""
 
 import argparse
 import json
@@ -16,6 +16,7 @@ from integration.faults_suite.crashes import crash_points
 from integration.faults_suite.damage import Damage, damage, damages
 from integration.faults_suite.faults import faults
 from integration.faults_suite.fuzz import Fuzz, fuzz
+from integration.faults_suite.gpu_faults import KINDS, SEED, try_harmless, try_kind
 from integration.faults_suite.interception import Strike
 from integration.faults_suite.parsers import PARSERS
 from integration.faults_suite.points import Baseline, Finding, record_baseline, strike
@@ -35,6 +36,10 @@ class Totals:
     converged: int = 0
     faults: int = 0
     faults_wrong: int = 0
+    gpu_faults: int = 0
+    gpu_faults_wrong: int = 0
+    false_ready: int = 0
+    """How often a machine was Ready, or Ready without a remark, with a GPU that no pod must get."""
     attacks: int = 0
     attacks_succeeded: int = 0
     findings: list[Finding] = field(default_factory=list)
@@ -46,6 +51,9 @@ class Totals:
             "converged": self.converged,
             "faults": self.faults,
             "faults_wrong": self.faults_wrong,
+            "gpu_faults": self.gpu_faults,
+            "gpu_faults_wrong": self.gpu_faults_wrong,
+            "false_ready": self.false_ready,
             "attacks": self.attacks,
             "attacks_succeeded": self.attacks_succeeded,
         }
@@ -55,8 +63,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="integration/faults", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a sample of each scenario, in minutes, without attacks")
     parser.add_argument("--json", action="store_true", help="print the totals as one object, in the last line")
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help="what the GPUs' faults are made from (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
-    totals = run(quick=options.quick, report=lambda line: print(line, file=sys.stderr, flush=True))
+    totals = run(options.seed, quick=options.quick, report=lambda line: print(line, file=sys.stderr, flush=True))
     print(json.dumps(totals.as_json) if options.json else summary(totals))
     return 1 if totals.findings else 0
 
@@ -64,12 +75,13 @@ def main(arguments: Sequence[str]) -> int:
 def summary(totals: Totals) -> str:
     return (
         f"{totals.converged} of {totals.crash_points} crash points converge; "
-        f"{totals.faults_wrong} of {totals.faults} faults came out wrong"
+        f"{totals.faults_wrong} of {totals.faults} faults came out wrong; "
+        f"{totals.gpu_faults_wrong} of {totals.gpu_faults} faults of GPUs did, {totals.false_ready} times falsely Ready"
         + (f"; {totals.attacks_succeeded} of {totals.attacks} attacks succeeded" if totals.attacks else "")
     )
 
 
-def run(*, quick: bool, report: Callable[[str], None] = lambda _: None) -> Totals:
+def run(seed: int = SEED, *, quick: bool, report: Callable[[str], None] = lambda _: None) -> Totals:
     """Run everything, and report each scenario with its findings."""
     totals = Totals()
     # More processes than processors, because the host half's scenarios sleep half of the time. The fork comes before
@@ -79,6 +91,7 @@ def run(*, quick: bool, report: Callable[[str], None] = lambda _: None) -> Total
             _crashes_and_faults(pool, totals, report, name, *((QUICK_CRASHES, QUICK_FAULTS) if quick else (1, 1)))
         for name in STEADY:
             _damage_files(pool, totals, report, name, QUICK_DAMAGE if quick else 1)
+        _break_gpus(pool, totals, report, seed)
         _fuzz_parsers(pool, totals, report, QUICK_INPUTS if quick else INPUTS)
     if not quick:
         _attack(totals, report)
@@ -123,6 +136,25 @@ def _damage_files(pool: Pool, totals: Totals, report: Callable[[str], None], nam
     totals.findings += wrong
     report(f"{name}: {len(tried)} damaged files, {len(wrong)} wrong ({time.monotonic() - began:.0f} s)")
     for finding in wrong:
+        report(str(finding))
+
+
+def _break_gpus(pool: Pool, totals: Totals, report: Callable[[str], None], seed: int) -> None:
+    began = time.monotonic()
+    harmless = pool.apply_async(try_harmless)
+    tried = list(pool.imap(try_kind, [(name, seed) for name in KINDS], chunksize=1))
+    findings = [finding for each in (*tried, harmless.get()) for finding in each.findings]
+    totals.gpu_faults += sum(each.faults for each in tried)
+    totals.gpu_faults_wrong += len(findings)
+    totals.false_ready += sum(each.false_ready for each in tried)
+    totals.findings += findings
+    if totals.false_ready and not findings:
+        totals.findings.append(Finding("GPU", f"seed {seed}", (f"{totals.false_ready} times falsely Ready",)))
+    report(
+        f"GPUs: {totals.gpu_faults} faults of {len(KINDS)} kinds, and {harmless.get().faults} harmless lines; "
+        f"{len(findings)} wrong, {totals.false_ready} times falsely Ready ({time.monotonic() - began:.0f} s)"
+    )
+    for finding in findings:
         report(str(finding))
 
 

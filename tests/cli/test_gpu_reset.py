@@ -156,6 +156,26 @@ def test_a_refusal_of_the_tool_is_shown(site: Site, smi: Smi, capsys: Capture, p
     assert is_as_before(site, smi)
 
 
+@pytest.mark.parametrize(
+    ("verdict", "status", "words"), [(Verdict.NEEDS_RESET, 1, "needs a reset: later"), (Verdict.DEGRADED, 0, "works")]
+)
+def test_what_comes_after_the_reset_counts_in_place_of_what_was_before(
+    site: Site, smi: Smi, capsys: Capture, verdict: Verdict, status: int, words: str
+) -> None:
+    """It hid behind the error that the reset had ended, and a lesser one kept that error alive."""
+
+    def fail(call: int) -> None:
+        if smi.calls[-1].endswith("-pm 1"):
+            now = time.time() + 1
+            record_fault(site.host, SECOND, GpuFault("Xid1", "later", now, verdict, now))
+
+    smi.before = fail
+    assert command(site.agent, f"gpus reset {SECOND}") == status
+    assert words in capsys.readouterr().out
+    (fault,) = notes(site).faults.values()
+    assert (fault.reason, fault.verdict) == ("Xid1", verdict)
+
+
 def test_a_group_is_reset_by_naming_every_member(site: Site, smi: Smi, capsys: Capture) -> None:
     smi.linked, smi.persistent[FIRST] = True, False
     assert command(site.agent, f"gpus reset {SECOND}") == 1

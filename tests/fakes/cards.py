@@ -35,7 +35,7 @@ class CardHost(Host):
         self.cards[address] = (card, minor)
         # Each card, and each binding, gets names of its own, and so inode numbers as kernfs gives them.
         self._links += 1
-        self.symlink(f"/sys/devices/device-{self._links}/driver", f"driver-{self._links}")
+        self.make_directory(f"/sys/devices/device-{self._links}")
         self.symlink(f"{PCI_DEVICES}/{address}", f"../../../devices/device-{self._links}")
         assert isinstance(self.pci, tuple)
         self.pci = (*self.pci, PciDevice(address, 0x10DE, 0x030200))
@@ -47,7 +47,7 @@ class CardHost(Host):
             return
         card, minor = self.cards[address][0], self.free_minor(minor)
         self.cards[address] = (card, minor)
-        self.rebind(address, "nvidia")
+        self.link_driver(address, "nvidia")
         text = INFORMATION.format(minor=minor, address=address).replace(f"00000000000{minor}\n", f"0000000000a{card}\n")
         self.file(f"/proc/driver/nvidia/gpus/{address}/information", text)
         if with_node:
@@ -56,6 +56,17 @@ class CardHost(Host):
         for path, number in ((f"/dev/dri/card{minor + 1}", minor + 1), (f"/dev/dri/renderD{128 + minor}", 128 + minor)):
             self.node(path, 226, number)
             self.drm = (*self.drm, DrmDevice(path, address))
+
+    def link_driver(self, address: str, driver: str) -> None:
+        """Bind a card to a kernel driver, or to none."""
+        self.rebind(address, driver)
+        link = Path(self.root, f"{PCI_DEVICES[1:]}/{address}/driver")
+        self._links += 1
+        if link.is_symlink():
+            # Here the number of a removed link could be used again.
+            link.rename(link.with_name(f"before-{self._links}"))
+        if driver:
+            link.symlink_to(f"driver-{self._links}")
 
     def make_node(self, address: str) -> None:
         if self.is_bound(address):
@@ -66,7 +77,7 @@ class CardHost(Host):
         if address not in self.cards:
             return
         was_bound, minor = self.is_bound(address), self.cards[address][1]
-        self.rebind(address, driver)
+        self.link_driver(address, driver)
         if not was_bound:
             return
         self.remove_tree(f"/proc/driver/nvidia/gpus/{address}")

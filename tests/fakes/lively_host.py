@@ -13,7 +13,7 @@ from msgspec import Struct
 from agent import __version__
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import BusAnswerError, BusError, DocumentError
-from agent.model.handoff import Publication, Report, parse_handoff, render_report
+from agent.model.handoff import HealthAnswer, Publication, Report, parse_handoff, render_report
 from agent.model.paths import (
     HOST_NVIDIA,
     REPORT_NAME,
@@ -52,6 +52,8 @@ class Running(Struct):
     reports: bool = True
     answered: str = ""
     """The generation of the handoff on which it reported last."""
+    health: tuple[HealthAnswer, ...] = ()
+    """What it says that its GPUs say."""
 
 
 class LivelyBus(ScriptedBus):
@@ -225,7 +227,11 @@ class LivelyHost(FaultyHost):
         running.answered, status = handoff.generation, os.stat(self.full_path(handoff_file(name)))
         publication = Publication(status.st_ino, status.st_mtime_ns)
         report = render_report(
-            Report(handoff.generation, conditions, (), BOOT_ID, __version__, {}, publication=publication)
+            Report(
+                *(handoff.generation, conditions, (), BOOT_ID, __version__, {}),
+                publication=publication,
+                health=running.health,
+            )
         )
         self.write(f"{report_directory(name)}/{REPORT_NAME}", report)
 

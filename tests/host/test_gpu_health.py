@@ -12,7 +12,7 @@ from agent.config.settings import Config
 from agent.host.detach import attach
 from agent.host.observe.machine import parse_report
 from agent.host.reconcile import Reconciler
-from agent.host.state.gpus import observe_gpus, record_fault, record_lost, record_tainted
+from agent.host.state.gpus import observe_gpus, record_fault, record_lost, record_recovered, record_tainted
 from agent.host.verify.gpu_states import health
 from agent.machine.run import run
 from agent.model.conditions import ConditionType, Status
@@ -170,6 +170,42 @@ def test_attach_forgets_what_the_gpu_said_before(agent: Reconciler, gpu_host: Ho
     assert judged(agent) == ("Healthy", GpuState.HEALTHY)
     said(gpu_host, {RECOVERY_ACTION: "Reset"}, asked=time.time() + 1)
     assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_word_from_before_the_driver_was_bound_again_does_not_count(
+    agent: Reconciler, gpu_host: Host, seen: bool
+) -> None:
+    """Its machine repeats it until it runs again. If the GPU is idle then, nobody asks it, and it stayed fenced."""
+    said(gpu_host, {RECOVERY_ACTION: "Reset"})
+    assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+    link = Path(gpu_host.root, f"sys/devices/pci0000:00/{SECOND}/driver")
+    # The file system of the test must not use the number of the link again.
+    link.rename(link.with_name("before"))
+    if seen:
+        gpu_host.rebind(SECOND, "")
+        judged(agent)
+        gpu_host.rebind(SECOND, "nvidia")
+    link.symlink_to("../../../bus/pci/drivers/nvidia")
+    assert judged(agent) == ("Healthy", GpuState.HEALTHY)
+    assert judged(agent) == ("Healthy", GpuState.HEALTHY), "nor later"
+    said(gpu_host, {RECOVERY_ACTION: "Reset"}, asked=time.time() + 1)
+    assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+
+
+def test_the_drivers_later_word_counts_against_the_gpus_own_recovery_action_only(
+    agent: Reconciler, gpu_host: Host
+) -> None:
+    """Before, an idle GPU, which nobody asks, stayed fenced; and a restart of its machine made a broken one healthy."""
+    said(gpu_host, {RECOVERY_ACTION: "Reset"})
+    assert judged(agent) == ("GPUNeedsReset", GpuState.UNHEALTHY)
+    assert record_recovered(gpu_host, SECOND)
+    assert judged(agent) == ("Healthy", GpuState.HEALTHY)
+    said(gpu_host, BAD, asked=time.time() + 1)
+    assert judged(agent) == ("GPUBroken", GpuState.UNHEALTHY)
+    report(gpu_host, ALL_OPEN)
+    assert not record_recovered(gpu_host, SECOND)
+    assert judged(agent) == ("GPUBroken", GpuState.UNHEALTHY)
 
 
 HAS, OTHER = "a", "b"

@@ -1,7 +1,6 @@
 """Follows GPU errors, most of them in the kernel log: counts, logs and records them."""
 
 import logging
-import math
 import select
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -157,7 +156,7 @@ class GpuErrors:
                 self._handle(each, count, behind)
 
     def _explains(self, error: GpuError) -> bool:
-        """Return whether an error from before the first start is why the GPU has no driver now."""
+        """Return whether the error, though old, is why the GPU has no driver now."""
         return error.refused and read_seen(self._system.exists, f"{PCI_DEVICES}/{error.pci_address}/driver") is False
 
     def _handle(self, error: GpuError, count: int, behind: bool) -> None:
@@ -182,8 +181,14 @@ class GpuErrors:
         if not (error.lost or error.recovered or error.verdict is not Verdict.HEALTHY):
             return
         try:
-            saved = self._position.bindings.get(address) if self._position else None
-            bound = saved if behind else binding(self._system, address)
+            saved = self._position.bindings if self._position else {}
+            if behind and error.vendor and saved.items() & bindings(self._system, saved).items():
+                # Of an NVSwitch, no binding was saved. It is bound again together with all GPUs.
+                behind = False
+            bound = saved.get(address) if behind else binding(self._system, address)
+            if self._explains(error):
+                # It came after the GPU had lost its driver, however it was bound at the saved position.
+                bound = None
         except OSError as problem:
             log.error("cannot record the fault of GPU %s: %s", address, one_line(str(problem)))
         else:
@@ -205,7 +210,7 @@ class GpuErrors:
             try:
                 if then.binding == binding(self._system, address):
                     if error.recovered:
-                        changed |= record_recovered(self._system, address, math.inf)
+                        changed |= record_recovered(self._system, address)
                     elif error.verdict is not Verdict.HEALTHY:
                         times = (then.since, error.verdict, then.since)
                         ends = (KERNEL_LOG, error.until_answer, error.vendor)

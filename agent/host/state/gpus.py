@@ -65,7 +65,8 @@ class GpuNote(Struct, frozen=True, omit_defaults=True):
     """The worst error in the kernel log, or that the GPU itself has named; of equally bad ones, the first."""
     taint: Taint | None = None
     attached: float = 0.0
-    """When an administrator last attached the GPU; 0 if nobody has since its driver was bound."""
+    """When an administrator last attached the GPU, or a pass found its driver bound again. What the GPU said before
+    does not count: its machine may repeat it."""
     resetting: Resetting | None = None
     """Set only if `taint` is."""
     test: GpuTest | None = None
@@ -249,8 +250,10 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
     bound = binding(system, address)
 
     def failed(note: GpuNote) -> GpuNote:
-        before = note.fault
-        if before is None:
+        before, done = note.fault, note.resetting.done if note.resetting else 0.0
+        # A reset has ended what came before it, except what a test found.
+        ended = before and before.source != GPU_TEST and before.last <= done < fault.last
+        if before is None or ended:
             return replace(note, fault=fault, binding=bound)
         own_word = before.own_word or fault.own_word
         if _weight(fault) > _weight(before):
@@ -261,8 +264,7 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
         if before.reason == fault.reason and before.meaning != fault.meaning and stays:
             since = before.since if before.verdict is fault.verdict else fault.since
             return replace(note, fault=replace(fault, since=since, own_word=own_word))
-        done = note.resetting.done if note.resetting else math.inf
-        again = fault.last - before.last >= REPEATED or before.last <= done < fault.last or own_word > before.own_word
+        again = fault.last - before.last >= REPEATED or own_word > before.own_word
         return replace(note, fault=replace(before, last=fault.last, own_word=own_word)) if again else note
 
     return _change(system, address, failed)
@@ -273,19 +275,23 @@ def _weight(fault: GpuFault) -> tuple[int, bool, bool]:
     return fault.verdict.severity, fault.source == GPU_TEST, not fault.until_answer
 
 
-def record_recovered(system: System, address: str, said: float) -> bool:
-    """Forget an error that the driver, or the GPU itself, has withdrawn at the time `said`.
+def record_recovered(system: System, address: str, said: float = math.inf) -> bool:
+    """Forget an error that the GPU itself has withdrawn at the time `said`, or its driver, just now.
 
-    Return whether the record changed. An error after which the GPU needed a reset or a reboot is forgotten, and any
-    that counts only until the GPU answers. Nothing else ends that a GPU is broken.
+    Return whether the record changed. An error after which the GPU needed a reset or a reboot is forgotten, and by an
+    answer of the GPU also any that counts only until then. Nothing else ends that a GPU is broken.
     """
-    needed = (Verdict.NEEDS_RESET, Verdict.NEEDS_REBOOT)
+    needed, bound, by_driver = (Verdict.NEEDS_RESET, Verdict.NEEDS_REBOOT), binding(system, address), said == math.inf
 
     def recovered(note: GpuNote) -> GpuNote:
         fault = note.fault
         # A GPU that computes wrongly may say that it is healthy.
-        may_end = fault and fault.source != GPU_TEST and (fault.verdict in needed or fault.until_answer)
-        return replace(note, fault=None) if fault and may_end and fault.last + REPEATED < said else note
+        if fault is None or fault.source == GPU_TEST or fault.last + REPEATED >= said:
+            return note
+        if fault.verdict not in needed and (by_driver or not fault.until_answer):
+            return note
+        # What the GPU said before the driver's word does not count.
+        return replace(note, fault=None, attached=time.time() if by_driver else note.attached, binding=bound)
 
     return _change(system, address, recovered)
 
@@ -309,6 +315,15 @@ def forget_fault(system: System, address: str, until: float | None = None) -> bo
 
     _change(system, address, forgotten)
     return had_error
+
+
+def record_bindings(system: System) -> None:
+    """Record which GPUs' drivers were bound again, and forget what counted until then."""
+    with locked(system, GPUS_LOCK, LOCK_WAIT, "the record of GPUs is in use"):
+        found = _RECORD.read_seen(GPUS, system)
+        notes = _current(found, system)
+        if isinstance(found, dict) and notes != found:
+            _RECORD.write(GPUS, notes, system)
 
 
 def _change(system: System, address: str, change: Callable[[GpuNote], GpuNote]) -> bool:
@@ -337,8 +352,8 @@ def _current(found: Seen[dict[str, GpuNote]], system: System) -> dict[str, GpuNo
     current = {}
     for address, note in found.items() if isinstance(found, dict) else ():
         if _device(system, address) == note.device:
-            if (note.fault or note.lost or note.attached) and binding(system, address) != note.binding:
-                note = replace(note, binding=None, lost="", fault=None, attached=0.0)
+            if (note.fault or note.lost or note.attached) and (bound := binding(system, address)) != note.binding:
+                note = replace(note, binding=bound, lost="", fault=None, attached=time.time())
             if note.fault and _is_over(note.fault):
                 note = replace(note, fault=None)
             if note.test and not note.test.outdated and binding(system, address) != note.tested_binding:

@@ -23,6 +23,7 @@ from agent.vendors.host_vendor import (
     FabricReport,
     GpuError,
     HostVendor,
+    KernelLine,
     Sources,
     faulty_gpus,
     parse_majors,
@@ -42,22 +43,6 @@ class SharedNode(Struct, frozen=True):
     """What does not work without the node, in words."""
 
 
-class KernelLine(Struct, frozen=True):
-    """A line of the kernel log that says something of a GPU's health, or that a program has stopped a GPU."""
-
-    pattern: str
-    """Regular expression for the beginning of the line without PCI address and TAGS: `xe load failed`, for example."""
-    reason: str
-    """GpuError.reason."""
-    verdict: Verdict
-    meaning: str
-    """What has happened, and what to do. `{0}` stands for the GPU's address."""
-    from_application: bool = False
-    lost: bool = False
-    recovered: bool = False
-    refused: bool = False
-
-
 class Description(Struct, frozen=True):
     """How a vendor's GPUs are recognised on the host."""
 
@@ -75,7 +60,7 @@ class Description(Struct, frozen=True):
     whole: str = ""
     """The value of the attribute `partition_mode` for a GPU that is not divided."""
     lines: tuple[KernelLine, ...] = ()
-    """Further lines than LINES. Of several that fit, the first counts."""
+    """Further lines than LINES, without PCI address and TAGS: `xe load failed`. Of those that fit, the first counts."""
     reset_by_hand: str = ""
     """As in HostVendor."""
 
@@ -287,16 +272,7 @@ def parse_line(vendor: Description, text: str) -> GpuError | None:
     if head is None or head["driver"] not in vendor.drivers:
         return None
     message, address = f"{head['driver']} {text[head.end() :]}", head["address"]
-    for each in (*vendor.lines, *LINES):
-        if re.match(each.pattern, message):
-            return GpuError(
-                *(address, each.reason, each.meaning.format(address), each.verdict),
-                from_application=each.from_application,
-                lost=each.lost,
-                recovered=each.recovered,
-                refused=each.refused,
-            )
-    return None
+    return next((each.error(address) for each in (*vendor.lines, *LINES) if re.match(each.pattern, message)), None)
 
 
 def drm_host(vendor: Description) -> HostVendor:

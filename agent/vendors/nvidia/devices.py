@@ -29,7 +29,7 @@ from agent.system.deadlines import read_device_text, read_device_texts
 from agent.system.devices import DRI
 from agent.system.files import System
 from agent.system.trust import classify_error, entries_if_present, read_seen
-from agent.vendors.host_vendor import PROC_DEVICES, GpuError, Sources, parse_majors, usable_number
+from agent.vendors.host_vendor import PROC_DEVICES, GpuError, KernelLine, Sources, parse_majors, usable_number
 from agent.vendors.nvidia.contract import DIRECTORIES, Instance, parse_instance
 
 VENDOR_ID = 0x10DE
@@ -525,21 +525,6 @@ def _parse_xid(text: str) -> GpuError | None:
     )
 
 
-class Line(Struct, frozen=True):
-    """A line without a number. To add one: a row of LINES, and an example in tests/data/kernel_lines/nvidia.tsv."""
-
-    pattern: re.Pattern[str]
-    """With the group `address`. Of a record with several lines, each but the first lacks its `NVRM: `."""
-    reason: str
-    """GpuError.reason."""
-    verdict: Verdict
-    meaning: str
-    lost: bool = False
-    refused: bool = False
-    until_answer: bool = False
-    """Those three as in GpuError."""
-
-
 _INSTALLED = (
     rf"NVRM: The NVIDIA v?GPU {ADDRESS} \(PCI ID: [0-9a-f]{{4}}:[0-9a-f]{{4}}\) "
     r"installed in this (?:vGPU host )?system "
@@ -547,16 +532,16 @@ _INSTALLED = (
 _UNSUPPORTED = "this version of the driver does not support the GPU; install one that does"
 LINES = (
     # Comes after Xid 79, or instead of it, and is the same error (osHandleGpuLost in osinit.c; nv-pci.c).
-    Line(
-        re.compile(rf"NVRM: GPU {ADDRESS}: GPU (?:has fallen off the bus|is lost)\b"),
+    KernelLine(
+        rf"NVRM: GPU {ADDRESS}: GPU (?:has fallen off the bus|is lost)\b",
         f"Xid{OFF_THE_BUS}",
         Verdict.NEEDS_REBOOT,
         f"Xid {OFF_THE_BUS}: {WORDS[OFF_THE_BUS]}; {ADVICE['RESTART_BM'][1]}",
         lost=True,
     ),
     # The driver has the GPU, and tries again each time that somebody opens it (RmInitAdapter in osinit.c).
-    Line(
-        re.compile(rf"NVRM: GPU {ADDRESS}: RmInitAdapter failed!"),
+    KernelLine(
+        rf"NVRM: GPU {ADDRESS}: RmInitAdapter failed!",
         "InitFailed",
         Verdict.NEEDS_RESET,
         "the driver could not initialise the GPU; drain the node and reset the GPU, or reboot the host",
@@ -564,46 +549,44 @@ LINES = (
     ),
     # Only the proprietary modules write this, so no source has it; https://github.com/NVIDIA/open-gpu-kernel-modules
     # /issues does. A GPU that works only with another driver counts as broken: neither a reset nor a reboot helps.
-    Line(
-        re.compile(_INSTALLED + r"requires use of the NVIDIA open kernel modules"),
+    KernelLine(
+        _INSTALLED + r"requires use of the NVIDIA open kernel modules",
         "NeedsOpenDriver",
         Verdict.BROKEN,
         "the GPU needs NVIDIA's open kernel modules; install them instead of the proprietary ones",
     ),
     # The following are from probes that fail (rm_is_supported_device in osapi.c, nv_pci_probe in nv-pci.c).
-    Line(
-        re.compile(_INSTALLED + r"has fallen off the bus"),
+    KernelLine(
+        _INSTALLED + r"has fallen off the bus",
         "FallenOffBus",
         Verdict.NEEDS_REBOOT,
         "the GPU did not answer the driver; power the host off and on; if this recurs, check power and seating",
         refused=True,
     ),
-    Line(
-        re.compile(_INSTALLED + r"is not supported by open nvidia\.ko"),
+    KernelLine(
+        _INSTALLED + r"is not supported by open nvidia\.ko",
         "NeedsProprietaryDriver",
         Verdict.BROKEN,
         "NVIDIA's open kernel modules do not support the GPU; install the proprietary ones",
         refused=True,
     ),
-    Line(
-        re.compile(_INSTALLED + r"is not supported by the .{0,40}\bdriver release"),
+    KernelLine(
+        _INSTALLED + r"is not supported by the .{0,40}\bdriver release",
         "UnsupportedGPU",
         Verdict.BROKEN,
         _UNSUPPORTED,
         refused=True,
     ),
-    Line(
-        re.compile(rf"NVRM: ignoring the legacy GPU {ADDRESS}"),
+    KernelLine(
+        rf"NVRM: ignoring the legacy GPU {ADDRESS}",
         "UnsupportedGPU",
         Verdict.BROKEN,
         _UNSUPPORTED,
         refused=True,
     ),
-    Line(
-        re.compile(
-            r"NVRM: This PCI I/O region assigned to your NVIDIA device is invalid: BAR[0-9] is [0-9]+M @ 0x[0-9a-f]+ "
-            rf"\(PCI:{ADDRESS}\)"
-        ),
+    KernelLine(
+        r"NVRM: This PCI I/O region assigned to your NVIDIA device is invalid: BAR[0-9] is [0-9]+M @ 0x[0-9a-f]+ "
+        rf"\(PCI:{ADDRESS}\)",
         "InvalidRegion",
         Verdict.BROKEN,
         "the firmware gave the GPU no usable memory region; enable decoding above 4 GB in the BIOS, or update it",
@@ -611,15 +594,17 @@ LINES = (
     ),
     # The kernel's own words, the second ones since Linux 6.9 (really_probe in drivers/base/dd.c). They follow those of
     # the driver, so they must not count as worse.
-    Line(
-        re.compile(rf"nvidia(?:: probe of)? {ADDRESS}(?:: probe with driver nvidia)? failed with error -"),
+    KernelLine(
+        rf"nvidia(?:: probe of)? {ADDRESS}(?:: probe with driver nvidia)? failed with error -",
         "ProbeFailed",
         Verdict.NEEDS_RESET,
         "the driver could not take the GPU; the lines before this one in `dmesg` say why",
         refused=True,
     ),
 )
-"""The lines without a number. An error that is in several lines has its verdict from the worst."""
+"""The lines without a number, with the group `address`. Of a record with several lines, each but the first lacks its
+`NVRM: `. An error that is in several lines has its verdict from the worst. To add a line: a row, and an example in
+tests/data/kernel_lines/nvidia.tsv."""
 
 SXID = re.compile(
     rf"nvidia-nvswitch[0-9]+: SXid \(PCI:{ADDRESS}\): (?P<number>[0-9]{{5}}), "
@@ -650,12 +635,5 @@ def parse_kernel_message(text: str) -> GpuError | None:
         return error
     # The kernel writes line breaks within a record like this.
     text = text.replace("\\x0aNVRM: ", " ")
-    for line in LINES:
-        if match := line.pattern.match(text):
-            return GpuError(
-                *(match["address"].lower(), line.reason, line.meaning, line.verdict),
-                lost=line.lost,
-                refused=line.refused,
-                until_answer=line.until_answer,
-            )
-    return None
+    found = ((line, re.match(line.pattern, text)) for line in LINES)
+    return next((line.error(match["address"].lower()) for line, match in found if match), None)

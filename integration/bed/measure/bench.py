@@ -1,4 +1,4 @@
-"""Measure GPUs in a machine (set-up, hot-plug), claims, the start of pods, root file systems and driver roots.
+"""Measure GPUs in a machine (set-up, hot-plug, faults, reset), claims, pods, root file systems and driver roots.
 
 Most absolute times are those of an emulated processor and mean little; the ratios compare what ran side by side.
 """
@@ -15,8 +15,9 @@ from integration.bed.cluster.cluster_command import make_ready
 from integration.bed.machine.machine_image import machines_disk
 from integration.bed.measure import history
 from integration.bed.measure.bench_dra import measure_dra
+from integration.bed.measure.bench_faults import measure_faults
 from integration.bed.measure.bench_join import measure_join
-from integration.bed.measure.bench_live import measure_commands, measure_hotplug, measure_idle
+from integration.bed.measure.bench_live import measure_commands, measure_hotplug, measure_idle, measure_reset
 from integration.bed.measure.bench_pods import measure_pod_start
 from integration.bed.measure.bench_script import Measures, numbers, script, seconds
 from integration.bed.measure.bench_staging import measure_staging
@@ -33,6 +34,7 @@ LINKS = 60
 PAIRS = 4
 """GPUs to plug in: one for each empty port of the virtual machine."""
 COMMAND_PAIRS = 7
+RESET_GPU = "0000:02:00.0"
 IDLE = 600.0
 """Seconds for which the service is measured while nothing changes."""
 
@@ -73,6 +75,8 @@ def recipe_on_split_layout(guest: Guest) -> str:
 def _run() -> Iterator[tuple[str, float | int | str]]:
     with step("GPUs by Dynamic Resource Allocation"):
         yield from measure_dra().items()
+    with step("the taint of a GPU that fails"):
+        yield from measure_faults().items()
     with step("root file systems of nodes"):
         yield from measure_join().items()
     with step("staging of a driver"):
@@ -92,6 +96,8 @@ def _run() -> Iterator[tuple[str, float | int | str]]:
             yield from measure_commands(host.guest, COMMAND_PAIRS).items()
         with step(f"what the service costs in {IDLE:.0f} s"):
             yield from measure_idle(host.guest, IDLE).items()
+        with step("the reset of a GPU"):
+            yield from measure_reset(host.guest, RESET_GPU, PAIRS).items()
         with step("GPUs that are plugged in"):
             yield from measure_hotplug(host, PAIRS).items()
         with step("the plain recipe on the split layout"):

@@ -10,7 +10,7 @@ import ssl
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,11 @@ from tests.fakes.dra_machine import GPUS, NODE
 
 PAIRS = 100
 CHANGES = 20
+CLAIM_NAME = "measured"
 CLAIM = {
     "apiVersion": "resource.k8s.io/v1",
     "kind": "ResourceClaim",
-    "metadata": {"name": "measured"},
+    "metadata": {"name": CLAIM_NAME},
     "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "nvidia-gpu"}}]}},
 }
 POD = {
@@ -38,7 +39,7 @@ POD = {
     "spec": {
         "containers": [{"name": "main", "image": "registry.invalid/none", "resources": {"claims": [{"name": "gpu"}]}}],
         "tolerations": [{"operator": "Exists"}],
-        "resourceClaims": [{"name": "gpu", "resourceClaimName": "measured"}],
+        "resourceClaims": [{"name": "gpu", "resourceClaimName": CLAIM_NAME}],
     },
 }
 
@@ -62,21 +63,7 @@ def measure_dra(pairs: int = PAIRS, changes: int = CHANGES) -> Measures:
 
 def _slice_after_cdi(offer: Offering, changes: int) -> list[float]:
     """Publish CDI specifications with changing numbers of GPUs; return the seconds from each to its ResourceSlice."""
-    seen: dict[int, float] = {}
-    client = ApiClient(Credentials(offer.machine, KUBECONFIG))
-    selector = f"spec.nodeName={NODE}"
-    version = client.get(COLLECTION, fieldSelector=selector)["metadata"]["resourceVersion"]
-    watching = threading.Event()
-
-    def watch() -> None:
-        for event in client.watch(COLLECTION, version, fieldSelector=selector):
-            watching.set()
-            devices = event.get("object", {}).get("spec", {}).get("devices", ())
-            seen[len(devices)] = time.monotonic()
-
-    threading.Thread(target=watch, daemon=True).start()
-    watching.wait(10)
-    found = []
+    seen, found = watched(offer, len), []
     for number in range(changes):
         count = 3 + number % (len(GPUS) - 2)
         seen.pop(count, None)
@@ -87,6 +74,24 @@ def _slice_after_cdi(offer: Offering, changes: int) -> list[float]:
     return found
 
 
+def watched(offer: Offering, what: Callable[[Sequence[Any]], int]) -> dict[int, float]:
+    """Watch the node's slices. Return when `what` of a slice's devices was seen last, by its result, from now on."""
+    seen: dict[int, float] = {}
+    client = ApiClient(Credentials(offer.machine, KUBECONFIG))
+    selector = f"spec.nodeName={NODE}"
+    version = client.get(COLLECTION, fieldSelector=selector)["metadata"]["resourceVersion"]
+    watching = threading.Event()
+
+    def watch() -> None:
+        for event in client.watch(COLLECTION, version, fieldSelector=selector):
+            watching.set()
+            seen[what(event.get("object", {}).get("spec", {}).get("devices", ()))] = time.monotonic()
+
+    threading.Thread(target=watch, daemon=True).start()
+    watching.wait(10)
+    return seen
+
+
 def _prepare(offer: Offering, pairs: int) -> tuple[list[float], list[float]]:
     """GET a claim and prepare it, again and again; return the seconds of each GET, and those of each preparation."""
     content = {"apiVersion": "v1", "kind": "List", "items": [CLAIM, POD]}
@@ -94,7 +99,8 @@ def _prepare(offer: Offering, pairs: int) -> tuple[list[float], list[float]]:
     until("the claim is allocated", lambda: listed(offer.cluster, "resourceclaims")[0].get("status"))
     (claim,) = listed(offer.cluster, "resourceclaims")
     bare, prepared = [], []
-    with DriverSocket(offer.machine.kubelet) as driver, _getting(offer, claim) as get:
+    path = f"/apis/resource.k8s.io/v1/namespaces/{claim['metadata']['namespace']}/resourceclaims/{CLAIM_NAME}"
+    with DriverSocket(offer.machine.kubelet) as driver, getting(offer, path) as get:
         for number in range(pairs + 10):
             before = time.perf_counter()
             get()
@@ -111,17 +117,16 @@ def _prepare(offer: Offering, pairs: int) -> tuple[list[float], list[float]]:
 
 
 @contextmanager
-def _getting(offer: Offering, claim: dict[str, Any]) -> Iterator[Callable[[], None]]:
-    """Yield a function that GETs the claim as the kubelet's user, on a new connection, without parsing the answer."""
+def getting(offer: Offering, path: str) -> Iterator[Callable[[], None]]:
+    """Yield a function that GETs an object as the kubelet's user, on a new connection, without parsing the answer."""
     kubeconfig = json.loads(offer.machine.read(KUBECONFIG))
     files = [offer.machine.full_path(kubeconfig["users"][0]["user"][key]) for key in CERTIFICATE_FILES]
     context = ssl.create_default_context(cadata=offer.cluster.certificate_authority)
     context.load_cert_chain(*files)
-    namespace, name = (claim["metadata"][key] for key in ("namespace", "name"))
 
     def get() -> None:
         connection = http.client.HTTPSConnection("127.0.0.1", offer.cluster.port, context=context)
-        connection.request("GET", f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}")
+        connection.request("GET", path)
         response = connection.getresponse()
         content = response.read()
         connection.close()

@@ -2,7 +2,7 @@
 
 import statistics
 
-from integration.bed.measure.bench_script import Measures, numbers, script
+from integration.bed.measure.bench_script import Measures, numbers, script, seconds
 from integration.bed.measure.pairs import compared
 from integration.bed.vm.guest import Guest
 from integration.bed.vm.qemu import PORTS
@@ -40,6 +40,19 @@ def measure_hotplug(host: SimulatedHost, pairs: int) -> Measures:
         **compared("hotplug_open_vs_bare", opened, bare),
         **compared("hotplug_ready_vs_ctk", ready, ctk),
     }
+
+
+def measure_reset(guest: Guest, gpu: str, pairs: int) -> Measures:
+    """Measure how long a GPU is away for a reset, by the agent until its machine has it again, or by nvidia-smi alone.
+
+    The driver's nvidia-smi is real; the reset is simulated, and takes no time. So this is what the agent adds.
+    """
+    ours, bare = [], []
+    for _ in range(pairs):
+        bare.append(seconds(script(guest, "reset", "bare", gpu, timeout=300)))
+        ours.append(seconds(script(guest, "reset", "agent", gpu, timeout=600)))
+    measures: Measures = {"reset_to_schedulable_seconds": statistics.median(ours)}
+    return measures | compared("reset_to_schedulable_vs_bare", ours, bare)
 
 
 def measure_commands(guest: Guest, pairs: int) -> Measures:

@@ -2,7 +2,9 @@
 /*
  * Simulation: presents QEMU's "pci-testdev" devices as GPUs of other vendors, with real DRM devices. Its PCI drivers
  * have the names of the real ones. They drive no hardware; user space sees the nodes, attributes and uevents of a GPU.
- * The parameter next_vendor is the PCI vendor of devices that are added after it is set.
+ * The parameter next_vendor is the PCI vendor of devices that are added after it is set. A write of `ADDRESS TEXT` to
+ * simulated_fault lets the driver of that GPU write the text to the kernel log, as dev_err does; if the text begins with
+ * WEDGED=, the driver sends this uevent, as drm_dev_wedged_event does. With - for the address, the text is all of the line.
  */
 #include <drm/drm_drv.h>
 #include <drm/drm_file.h>
@@ -110,6 +112,37 @@ static int __init kfd_register(void)
 	device = device_create(&kfd_class, NULL, MKDEV(kfd_major, 0), NULL, "kfd");
 	return PTR_ERR_OR_ZERO(device);
 }
+
+static int raise_fault(const char *value, const struct kernel_param *parameter)
+{
+	char address[16], text[200], *event[] = { text, NULL };
+	struct device *device;
+	struct drm_device *drm;
+	int error = 0;
+
+	if (sscanf(value, "%15s %199[^\n]", address, text) != 2)
+		return -EINVAL;
+	if (!strcmp(address, "-")) {
+		printk(KERN_ERR "%s\n", text);
+		return 0;
+	}
+	device = bus_find_device_by_name(&pci_bus_type, NULL, address);
+	if (!device)
+		return -ENODEV;
+	drm = to_pci_dev(device)->device == STAND_IN_DEVICE ? dev_get_drvdata(device) : NULL;
+	if (!drm)
+		error = -ENODEV;
+	else if (strncmp(text, "WEDGED=", strlen("WEDGED=")))
+		dev_err(device, "%s\n", text);
+	else
+		error = kobject_uevent_env(&drm->primary->kdev->kobj, KOBJ_CHANGE, event);
+	put_device(device);
+	return error;
+}
+
+static const struct kernel_param_ops fault_operations = { .set = raise_fault };
+module_param_cb(simulated_fault, &fault_operations, NULL, 0200);
+MODULE_PARM_DESC(simulated_fault, "ADDRESS TEXT: an error of a GPU, in the kernel log or as a uevent");
 
 /* The module cannot be unloaded: the virtual machine ends with its test. */
 static int __init simulated_drm_init(void)

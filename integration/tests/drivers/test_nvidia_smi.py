@@ -176,3 +176,6 @@ def test_a_reset_is_refused_as_the_manual_says(smi: NvidiaSmi) -> None:
     assert smi.reset(*GPUS)[0] == 0
     smi.say(SECOND, "fabric_manager 1")
     assert smi.reset(SECOND)[0] == 0
+    for gpu in GPUS:
+        smi.say(gpu, "architecture 6")
+    assert smi.reset(SECOND)[0] == 2, "before Ampere, the Fabric Manager separates no GPU from the others"

@@ -21,3 +21,5 @@ def test_nothing_is_left_wrong_by_kills_failing_calls_damage_and_strange_input()
     assert totals["converged"] == totals["crash_points"] > 200
     assert totals["faults"] > 200
     assert totals["faults_wrong"] == 0
+    assert totals["gpu_faults"] >= 100
+    assert totals["gpu_faults_wrong"] == totals["false_ready"] == 0

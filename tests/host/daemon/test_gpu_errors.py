@@ -4,7 +4,6 @@ import errno
 import itertools
 import os
 import re
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from agent.vendors.nvidia.host import grant_nvidia
 from tests.fakes.facts import nvidia
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
+from tests.fakes.kernel_log import Log
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 OFF_THE_BUS = "NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
@@ -35,43 +35,6 @@ PAGE_FAULT = "NVRM: Xid (PCI:0000:02:00): 31, pid=79749, name=exe, Ch 0000000a, 
 
 DOUBLE_BIT = "NVRM: Xid (PCI:0000:02:00): 48, pid=1, name=x"
 RECOVERED = "NVRM: Xid (PCI:0000:02:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
-
-
-class Log:
-    """A simulated /dev/kmsg: each datagram is one record, like each read(2) of the real one."""
-
-    def __init__(self) -> None:
-        self.ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._theirs.setblocking(False)
-        self.opened = self._written = 0
-        self.failing: list[int] = []
-        """errno values that the next reads raise."""
-        self._flood: list[bytes] = []
-
-    def write(self, text: str, priority: int = 3) -> None:
-        self._written += 1
-        self.ours.send(f"{priority},{self._written},5140900,-;{text}\n SUBSYSTEM=pci\n".encode())
-
-    def flood(self, records: int) -> None:
-        """Write more records than a socket holds, before all that is written later."""
-        for _ in range(records):
-            self._written += 1
-            self._flood.append(f"6,{self._written},5140900,-;usb 1-1: new device\n".encode())
-
-    def open(self, path: str, after: int | None) -> KernelLog:
-        self.opened += 1
-        return KernelLog(os.dup(self._theirs.fileno()), self._read, after)
-
-    def _read(self, descriptor: int, limit: int) -> bytes:
-        if self.failing:
-            raise OSError(self.failing.pop(0), "simulated")
-        if self._flood:
-            return self._flood.pop(0)
-        return os.read(descriptor, limit)
-
-    def close(self) -> None:
-        self.ours.close()
-        self._theirs.close()
 
 
 class Site:
@@ -262,9 +225,12 @@ UNSUPPORTED = (
 )
 
 
-@pytest.mark.parametrize("written", ["at boot", "while it runs", "while it is down"])
+@pytest.mark.parametrize("written", ["at boot", "while it runs", "while it is down", "when another driver comes"])
 def test_why_a_gpu_has_no_driver_is_recorded_until_it_gets_one(site: Site, written: str) -> None:
     """The lines come when the driver is loaded, mostly before the service starts."""
+    if written == "when another driver comes":
+        # An upgrade, while the service is down.
+        site.first_run()
     site.unbind(SECOND)
     if written == "while it is down":
         site.first_run()
@@ -309,6 +275,23 @@ def test_a_fatal_error_of_an_nvswitch_is_its_own(site: Site, caplog: pytest.LogC
     assert {address: each.reason for address, each in site.faults().items()} == {SWITCH: "SXid24007"}
     assert site.counted == {}
     assert "all GPUs that it connects may be affected" in caplog.text
+
+
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_an_nvswitchs_error_while_the_service_is_down_counts_unless_the_driver_was_loaded_again(
+    site: Site, reloaded: bool
+) -> None:
+    """The service knows the bindings of GPUs only. The same module drives the switch."""
+    driver = "/sys/devices/pci0000:00/switch/driver"
+    site.host.symlink(f"/sys/bus/pci/devices/{SWITCH}", "../../../devices/pci0000:00/switch")
+    site.host.symlink(driver, "../../../bus/pci/drivers/nvidia-nvswitch")
+    site.first_run()
+    site.log.write(f"nvidia-nvswitch3: SXid (PCI:{SWITCH}): 24007, Fatal, Link 28 sourcetrack timeout")
+    if reloaded:
+        for each in (FIRST, SECOND):
+            site.rebind(each)
+    assert site.start().needs_pass() is not reloaded
+    assert [*site.faults()] == [SWITCH] * (not reloaded)
 
 
 RECOVERY = "NVRM: Xid (PCI:0000:02:00): 154, GPU recovery action changed from {} to {}"

@@ -5,8 +5,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from agent.model.paths import GPUS
 from agent.system.devices import CONTROL, KernelLog
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
+from tests.fakes.udev import Event, Sent
 
 REPORTS = "/run/unbounded-agent/machines/gpu-node/report"
 
@@ -362,14 +362,6 @@ def test_udevs_events_need_a_pass_except_those_of_monitors(host: Host, tmp_path:
     ]
 
 
-@dataclass
-class Event:
-    subsystem: str
-    action: str
-    device_path: str
-    properties: Mapping[str, str] = field(default_factory=dict)
-
-
 @pytest.mark.parametrize(
     ("event", "needs_pass"),
     [
@@ -402,16 +394,6 @@ def test_an_overflow_is_a_loss_like_any_error_of_the_monitor(why: OSError, host:
     source.open()
     with pytest.raises(OSError, match=str(why.args[-1])):
         source.needs_pass()
-
-
-class Sent(list[Event]):
-    """A simulation of pyudev's monitor, with events that have come."""
-
-    def fileno(self) -> int:
-        return 0
-
-    def poll(self, timeout: float) -> Event | None:
-        return self.pop(0) if self else None
 
 
 def empty_log(path: str, after: int | None) -> KernelLog:

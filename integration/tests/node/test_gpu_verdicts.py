@@ -1,0 +1,178 @@
+"""Faults of GPUs of six kinds: how soon the node keeps new pods from such a GPU, and how soon it offers it again.
+
+A pod computes on another GPU all the while. The GPUs and what is wrong with them are simulated; the agent, its service
+and the machine are real.
+"""
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.model.contract import parse_gpu_states
+from agent.model.paths import gpu_states_file
+from integration.bed.cache import REPOSITORY
+from integration.bed.drivers import drm_gpus
+from integration.bed.machine.node import MACHINE, Pod
+from integration.bed.vm.installation import CONFIGURATION
+from integration.bed.waiting import wait
+from integration.conftest import Bed
+from integration.tests.node.test_hotplug import plug, uuid_of
+
+pytestmark = pytest.mark.scenario("002")
+
+Measured = Callable[[str, object], None]
+GPUS = tuple(f"0000:{bus:02x}:00.0" for bus in range(1, 9))
+DOUBLE_BIT_ECC = 48
+XID = "/sys/module/nvidia/parameters/simulated_xid"
+HEALTH = "/proc/driver/nvidia/simulated_health"
+DRM_FAULT = "/sys/module/simulated_drm/parameters/simulated_fault"
+AMD_PORT = 8
+BUSY_GPU = 7
+COUNT = (
+    "exec 3<>/dev/nvidia7; n=0; while :; do n=$((n + 1)); echo $n >/tmp/count.new; mv /tmp/count.new /tmp/count; done"
+)
+# Runs on the host, whose clock counts: runs a command, and prints the seconds until all named GPUs are in that state.
+FOLLOW = """
+import json, subprocess, sys, time
+path, state, limit, command, *gpus = sys.argv[1:]
+began = time.monotonic()
+subprocess.run(["sh", "-c", command], check=True, stdout=subprocess.DEVNULL)
+while time.monotonic() < began + float(limit):
+    with open(path) as file:
+        found = {each["pci_address"]: each["state"] for each in json.load(file)["gpus"]}
+    if all(found.get(gpu, "gone") == state for gpu in gpus):
+        print(time.monotonic() - began)
+        break
+    time.sleep(0.02)
+else:
+    sys.exit(f"not {state} after {limit} s: {found}")
+"""
+LIBCUDA = REPOSITORY / "integration/simulation/cuda/libcuda.c"
+
+
+class Site:
+    """A machine that offers its GPUs by Dynamic Resource Allocation, with a pod that counts."""
+
+    def __init__(self, bed: Bed, measured: Measured) -> None:
+        self.bed, self._measured = bed, measured
+        bed.guest.write("/root/follow.py", FOLLOW.encode())
+        bed.guest.write("/etc/unbounded-agent/config.toml", f'{CONFIGURATION}allocation = "dra"\n'.encode())
+        bed.run("systemctl", "reload", "unbounded-agent.service")
+        exists = ("test", "-e", gpu_states_file(MACHINE))
+        wait("states are published", lambda: bed.run(*exists, check=False).status == 0, 120, bed.evidence)
+        self.pod = bed.node.start_pod(Pod(("sh", "-c", COUNT), cdi=(str(BUSY_GPU),)))
+        self._counted = 0
+
+    def follow(self, what: str, state: str, command: str, *gpus: str, limit: float = 240) -> None:
+        """Run a command on the host, and measure how long it takes until the GPUs are in this state."""
+        arguments = ("python3", "/root/follow.py", gpu_states_file(MACHINE), state, str(limit), command, *gpus)
+        seconds = float(self.bed.run(*arguments, timeout=limit + 60).stdout)
+        self._measured(f"seconds {what}", f"{seconds:.2f}")
+
+    def fenced(self, what: str, command: str, *gpus: str, reason: str, limit: float = 240) -> None:
+        """Let a fault come. Only these GPUs are fenced, the machine stays Ready, and the pod computes on."""
+        self.follow(f"to the fence: {what}", "unhealthy", command, *gpus, limit=limit)
+        states = parse_gpu_states(self.bed.guest.read(gpu_states_file(MACHINE)))
+        assert {gpu for gpu, each in states.items() if each.effect} == {*gpus}
+        assert {states[gpu].reason for gpu in gpus} == {reason}
+        wait("a pass has seen it", lambda: self.bed.last_conditions()["GPUsHealthy"]["status"] == "False", 60,
+             self.bed.evidence)  # fmt: skip
+        if len(gpus) < len(GPUS):
+            ready = self.bed.last_conditions()["Ready"]
+            assert (ready["status"], ready["reason"]) == ("True", "SomeGPUsUnusable"), ready
+        self.counts()
+
+    def counts(self) -> None:
+        """Assert that the pod's only container still counts."""
+
+        def counted() -> int:
+            return int(self.bed.node.in_container(self.pod, "cat", "/tmp/count").stdout)
+
+        before = counted()
+        assert before > self._counted
+        wait("the pod computes", lambda: counted() > before, 60, self.bed.evidence)
+        self._counted = before
+
+
+@pytest.fixture
+def site(ready: Bed, measured: Measured) -> Iterator[Site]:
+    made, at_start = Site(ready, measured), ready.starts()
+    yield made
+    assert ready.restarted(at_start) == "nothing"
+
+
+def bind_again(gpu: str, driver: str = "nvidia") -> str:
+    path = f"/sys/bus/pci/drivers/{driver}"
+    return f"echo {gpu} >{path}/unbind && echo {gpu} >{path}/bind"
+
+
+def test_a_gpu_that_fails_is_fenced_and_comes_back(site: Site) -> None:
+    """By a Xid, by lines and uevents of other vendors' drivers, and when it leaves the bus."""
+    site.fenced("a Xid that asks for a reset", f"echo 1 {DOUBLE_BIT_ECC} >{XID}", GPUS[1], reason="Xid48")
+    site.follow("to schedulable: its driver is bound again", "healthy", bind_again(GPUS[1]), GPUS[1])
+
+    drm_gpus.load_drivers(site.bed.host)
+    amd = drm_gpus.plug(site.bed.host, AMD_PORT, drm_gpus.AMD)
+    site.follow("to schedulable: an AMD GPU with its node", "healthy", "true", amd)
+    line = f"echo '{amd} amdgpu: GPU reset(1) failed' >{DRM_FAULT}"
+    site.fenced("amdgpu could not reset a GPU", line, amd, reason="ResetFailed")
+    recovered = f"echo '{amd} amdgpu: GPU reset(2) succeeded!' >{DRM_FAULT}"
+    site.follow("to schedulable: amdgpu has reset it", "healthy", recovered, amd)
+    site.fenced("a uevent WEDGED=rebind", f"echo '{amd} WEDGED=rebind' >{DRM_FAULT}", amd, reason="Wedged")
+    site.follow("to schedulable: amdgpu is bound again", "healthy", bind_again(amd, "amdgpu"), amd)
+
+    site.bed.host.qemu.unplug(5)
+    site.follow("to the fence: a GPU left the bus", "lost", "true", GPUS[5])
+    site.counts()
+    plug(site.bed, 5)
+    site.follow("to schedulable: it is back", "healthy", "true", GPUS[5])
+    site.counts()
+
+
+def simulated_libcuda(bed: Bed, wrong: int, directory: Path) -> None:
+    """Simulation: let the machine's libcuda compute in C, and wrongly for one of the GPUs."""
+    library = directory / "libcuda.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, LIBCUDA, "-lm"], check=True, timeout=60)
+    root = f"/var/lib/machines/{MACHINE}/root"
+    bed.guest.write(f"{root}/libcuda.so", library.read_bytes(), 0o755)
+    lines = (f"{uuid_of(bed, minor)}{' wrong=compute' * (minor == wrong)}\n" for minor in range(len(GPUS)))
+    bed.guest.write(f"{root}/simulated-cuda", "".join(lines).encode())
+    listed = "ldconfig -p | awk '/libcuda.so.1 .*x86-64/ { print $NF; exit }'"
+    bed.node.shell(f"cp /root/simulated-cuda /run && mount --bind /root/libcuda.so $(readlink -f $({listed}))")
+
+
+@pytest.mark.exhaustive
+def test_a_gpu_that_says_it_and_one_that_computes_wrongly(site: Site, tmp_path: Path) -> None:
+    bed = site.bed
+    bed.run("sh", "-c", "printf '[gpu_health]\\ninterval = 60\\n' >/etc/unbounded-agent/config.d/60-health.toml")
+    bed.run("sh", "-c", f"for minor in 0 1 2 3 4 5 6 7; do echo $minor persistence 1 >{HEALTH}; done")
+    # For a new handoff, the machine asks which GPUs are in persistence mode.
+    for what in ("detach", "attach"):
+        bed.agent("gpus", what, GPUS[2])
+    asks = f"echo 2 recovery_action 4 >{HEALTH}"
+    site.fenced("the GPU asks for a reset itself", asks, GPUS[2], reason="RecoveryActionDrainAndReset", limit=900)
+    reset = f"unbounded-agent gpus reset {GPUS[2]} --yes"
+    site.follow("to schedulable: gpus reset", "healthy", reset, GPUS[2], limit=600)
+
+    simulated_libcuda(bed, 3, tmp_path)
+    test = f"unbounded-agent gpus test {GPUS[3]} {GPUS[4]} || test $? = 1"
+    site.fenced("its computation is wrong", test, GPUS[3], reason="TestFailed", limit=600)
+    bed.node.shell("sed -i 's/ wrong=.*//' /run/simulated-cuda")
+    site.follow("to schedulable: a test passes", "healthy", f"unbounded-agent gpus test {GPUS[3]}", GPUS[3], limit=600)
+
+
+@pytest.mark.exhaustive
+def test_a_switch_that_fails_costs_all_gpus_until_they_are_reset_together(site: Site) -> None:
+    """An NVSwitch connects them. Their pods compute on; then all are reset by one command."""
+    bed = site.bed
+    drm_gpus.load_drivers(bed.host)
+    switch = bed.run("sh", "-c", "ls /sys/bus/pci/devices").stdout.split()[0]
+    line = f"- nvidia-nvswitch0: SXid (PCI:{switch}): 24007, Fatal, Link 28 sourcetrack timeout error"
+    site.fenced("a fatal error of an NVSwitch", f"echo '{line}' >{DRM_FAULT}", *GPUS, reason="SXid24007")
+    assert bed.last_conditions()["Ready"]["status"] == "False"
+    bed.node.remove_pods()
+    reset = f"unbounded-agent gpus reset {' '.join(GPUS)} --yes"
+    site.follow("to schedulable: gpus reset of all", "healthy", reset, *GPUS, limit=900)
+    bed.wait_ready()
