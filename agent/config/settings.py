@@ -5,7 +5,7 @@ docs/configuration.md is generated from these classes and their docstrings (`mak
 
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
@@ -340,6 +340,28 @@ class BinariesSettings(Table, frozen=True, kw_only=True):
         for name in ARCHIVES:
             if getattr(self, f"{name}_version") and name not in self.sha256:
                 raise ValueError(f"sha256.{name} is missing: set the digest of the archive, or remove {name}_version")
+
+
+GRACE_KEYS = ("shutdownGracePeriod", "shutdownGracePeriodCriticalPods", "shutdownGracePeriodByPodPriority")
+"""The fields of KubeletConfiguration that say how long pods may take to end when the node shuts down."""
+DEFAULT_GRACE = {"shutdownGracePeriod": "40s", "shutdownGracePeriodCriticalPods": "10s"}
+"""What `up` writes unless one of GRACE_KEYS is configured: 30 s, a pod's default grace period, then 10 s for critical
+pods. Without these fields, the kubelet ends no pod."""
+DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|us|µs|ns|m|s)")
+SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+def shutdown_grace(configuration: Mapping[str, Any]) -> float:
+    """Return how many seconds a kubelet with this configuration gives its pods when the node shuts down.
+
+    With shutdownGracePeriodByPodPriority, it gives each priority its own time, one after the other.
+    """
+    by_priority = configuration.get(GRACE_KEYS[2])
+    if isinstance(by_priority, list):
+        each = [row.get("shutdownGracePeriodSeconds") for row in by_priority if isinstance(row, dict)]
+        return float(sum(seconds for seconds in each if isinstance(seconds, int)))
+    text = str((configuration if {*GRACE_KEYS} & {*configuration} else DEFAULT_GRACE).get(GRACE_KEYS[0], ""))
+    return sum(float(number) * SECONDS.get(unit, 0.001) for number, unit in DURATION.findall(text))
 
 
 class KubeletSettings(Table, frozen=True, kw_only=True):

@@ -41,8 +41,9 @@ from agent.system.network import NetworkSource
 from agent.system.process import ENVIRONMENT
 from agent.system.removal import allow_removal
 
-STOP_LIMIT = 300.0
-"""Seconds that a machine may take to stop. systemd kills what is left of it after 120 s."""
+STOP_LIMIT = 600.0
+"""Seconds that a machine may take to stop. With the default settings, systemd kills what is left of it after 320 s at
+most (agent.host.plan.nspawn.stop_limit)."""
 SYNC_LIMIT = 300.0
 """Seconds to write a root file system to disk. Most of it was synced when the image was unpacked."""
 REMOVE_LIMIT = 600.0

@@ -1,6 +1,7 @@
 """Makes the files that turn a root file system into a node, apart from its programs."""
 
 import json
+import math
 import os
 import re
 import stat
@@ -14,7 +15,15 @@ from msgspec import NODEFAULT, Struct, field, to_builtins
 from msgspec.structs import fields
 
 from agent.config.checks import is_subdomain, split_taint
-from agent.config.settings import Config, ContainerdSettings, KubeletSettings, NodeSettings
+from agent.config.settings import (
+    DEFAULT_GRACE,
+    GRACE_KEYS,
+    Config,
+    ContainerdSettings,
+    KubeletSettings,
+    NodeSettings,
+    shutdown_grace,
+)
 from agent.host.plan.nspawn import own_network
 from agent.host.provision.host_settings import FORWARDING, sysctl_lines
 from agent.host.state.records import MARK, Durable
@@ -93,6 +102,8 @@ def _kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
         "registerWithTaints": taints(kubelet),
         "rotateCertificates": True,
     }
+    if not {*GRACE_KEYS} & {*kubelet.configuration}:
+        defaults |= DEFAULT_GRACE
     return _merged(defaults, kubelet.configuration)
 
 
@@ -260,6 +271,7 @@ def containerd_files(settings: ContainerdSettings, header: str) -> tuple[NodeFil
 HOSTS = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
 """Images have no /etc/hosts, and the kubelet needs one to start pods with hostNetwork."""
 SYSCTLS = "/etc/sysctl.d/90-unbounded-agent.conf"
+LOGIND = "/etc/systemd/logind.conf.d/90-unbounded-agent.conf"
 
 
 def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tuple[NodeFile, ...]:
@@ -272,6 +284,8 @@ def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tupl
         f"{UNITS}/unbounded-agent-joined.path": JOINED_PATH,
         f"{UNITS}/unbounded-agent-joined.service": _joined_service(inputs.name),
         "/etc/hosts": HOSTS,
+        # The kubelet would otherwise raise the limit itself, and needs logind to read it again for that.
+        LOGIND: f"[Login]\nInhibitDelayMaxSec={math.ceil(shutdown_grace(settings.kubelet.configuration)) + 5}\n",
     }
     if inputs.own_network:
         # The parameters belong to a network. If the machine uses the host's, the host's own file sets them.
