@@ -92,8 +92,8 @@ def _fill(step: plan.FillRoot, system: System, _: Progress) -> None:
     listed: dict[str, tuple[str, int]] = {}
     for binary in step.binaries:
         put = put_programs(binary, system.full_path(cached(binary, BINARIES)), root)
-        # The CNI plugins are not listed, because network plugins may replace some of them.
-        listed |= {} if binary.archive == "programs" else put
+        # Network plugins may replace some of the CNI plugins, and imported images are removed: they are not listed.
+        listed |= {} if binary.archive in ("programs", "images") else put
     for file in step.files:
         root.write(file.path, file.content, file.mode)
         listed[file.path] = sha256(file.content), len(file.content)
