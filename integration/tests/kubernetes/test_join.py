@@ -130,6 +130,22 @@ def test_a_stop_of_the_machine_ends_its_pods_through_the_kubelet(
     empty_host.wait("the node is Ready", empty_host.nodes_are_ready)
 
 
+def test_the_reboot_of_kured_restarts_only_the_machine(empty_host: EmptyHost) -> None:
+    """kured runs this command from a privileged pod. The host and its kernel run on (docs/runbooks.md)."""
+    host = ["cat", "/proc/sys/kernel/random/boot_id"]
+    machine = ["systemctl", "show", "--property=InvocationID", "--value", machine_unit(MACHINE)]
+    run = empty_host.guest.run
+    before, invocation = run(host).stdout, run(machine).stdout
+    reboots = pod("reboots", "nsenter", "-m/proc/1/ns/mnt", "--", "/bin/systemctl", "reboot", pull="IfNotPresent")
+    reboots["spec"]["hostPID"] = True
+    reboots["spec"]["containers"][0]["securityContext"] = {"privileged": True}
+    empty_host.apply(reboots)
+    empty_host.wait("the machine started again", lambda: run(machine).stdout not in (invocation, "\n"))
+    empty_host.wait("the node is Ready", empty_host.nodes_are_ready)
+    assert run(host).stdout == before
+    empty_host.kubectl("delete", "pod", "reboots", "--force", "--grace-period=0")
+
+
 def test_reset_leaves_the_host_as_it_was(empty_host: EmptyHost, found: set[str]) -> None:
     """Files, units, mounts, kernel parameters, and what the pod network left in the host's network namespace."""
     ended = empty_host.guest.run(["unbounded-agent", "reset", MACHINE], timeout=600)
