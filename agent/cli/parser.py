@@ -253,7 +253,7 @@ COMMANDS = {
         "Checks host, drivers, image, programs, API server and bootstrap token. Changes nothing.",
         _argument(
             "--ignore",
-            "let the checks with this name fail, as in the output; can be repeated",
+            "only warn if checks of this name fail; can be repeated",
             action="append",
             default=[],
             metavar="NAME",

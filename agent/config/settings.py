@@ -337,8 +337,7 @@ class BinariesSettings(Table, frozen=True, kw_only=True):
     """The SHA-256 digests of the files to fetch: of the programs `kubelet` and `kubectl`, and of the archives with
     `crictl` and `cni_plugins`. Only files with a digest are fetched."""
     pod_images: dict[ArchiveName, Sha256] = {}
-    """Archives of pods' images in `bundle`, such as `{ "pause.tar" = "..." }`, with their SHA-256 digests. They are
-    imported into containerd before the kubelet starts (docs/fleet.md#a-node-from-files)."""
+    """Archives of pods' images in `bundle`, with their SHA-256 digests (docs/fleet.md#a-node-from-files)."""
 
     def __post_init__(self) -> None:
         if self.pod_images and not self.bundle:
@@ -403,18 +402,18 @@ def _some(patterns: list[str]) -> list[str]:
 
 
 class CredentialProvider(Table, frozen=True, kw_only=True):
-    """A program in the machine that gives the kubelet credentials for images (kubelet.config.k8s.io/v1)."""
+    """A program in the machine's image that gives the kubelet short-lived credentials for pods' images."""
 
     name: ProviderName
-    """The program's file name in `image_credential_provider_directory`."""
+    """The program's file name."""
     match_images: Annotated[list[ImagePattern], Check(_some)]
-    """The images for which the kubelet asks it, such as `*.dkr.ecr.*.amazonaws.com`."""
+    """The images for which the kubelet asks it."""
     cache_duration: GoDuration = "12h"
-    """How long the kubelet keeps an answer that does not say so itself; `0`: not at all."""
+    """How long an answer counts that does not say so itself; `0`: not at all."""
     args: list[VariableValue] = []
-    """The program's arguments; no secrets."""
+    """Its arguments, without secrets."""
     env: dict[VariableName, VariableValue] = {}
-    """The program's environment variables; no secrets."""
+    """Its environment variables, without secrets."""
 
 
 class KubeletSettings(Table, frozen=True, kw_only=True):
@@ -440,11 +439,10 @@ class KubeletSettings(Table, frozen=True, kw_only=True):
     cluster_domain: NodeName = "cluster.local"
     """The cluster's DNS domain."""
     image_credential_providers: Annotated[list[CredentialProvider], once("provider", attrgetter("name"))] = []
-    """Programs that give the kubelet credentials for pods' images, such as
-    `[{ name = "ecr-credential-provider", match_images = ["*.dkr.ecr.*.amazonaws.com"] }]`
-    (docs/bootstrap.md#secrets)."""
+    """Programs that give credentials for images, such as
+    `[{ name = "ecr-credential-provider", match_images = ["*.dkr.ecr.*.amazonaws.com"] }]`."""
     image_credential_provider_directory: PlainDirectory = "/usr/local/bin"
-    """The directory in the machine with these programs, which the image brings."""
+    """Their directory in the machine."""
     configuration: dict[str, Any] = {}
     """Fields of KubeletConfiguration (kubelet.config.k8s.io/v1beta1), which override the agent's. Tables are merged;
     other values replace the agent's."""

@@ -20,6 +20,7 @@ from agent.config.checks import Range, Table
 from agent.config.settings import (
     BinariesSettings,
     ContainerdSettings,
+    CredentialProvider,
     DriverSettings,
     ExtraDevice,
     ExtraMount,
@@ -42,6 +43,7 @@ TABLES: Mapping[str, type[Table]] = {
     "machines.NAME.node.image": ImageSettings,
     "machines.NAME.node.binaries": BinariesSettings,
     "machines.NAME.node.kubelet": KubeletSettings,
+    "machines.NAME.node.kubelet.image_credential_providers": CredentialProvider,
     "machines.NAME.node.containerd": ContainerdSettings,
     "machines.NAME.node.host": HostNodeSettings,
     "driver": DriverSettings,
@@ -49,6 +51,8 @@ TABLES: Mapping[str, type[Table]] = {
     "metrics": MetricsSettings,
 }
 """Tables of the configuration, or lists of tables, with the class that validates each; in the page's order."""
+ENTRIES = ("extra_devices", "extra_mounts", "image_credential_providers")
+"""How the names of those that are lists of tables end."""
 OPTIONAL = ("machines.NAME.node", "machines.NAME.node.binaries")
 """Tables without which a part of the agent does nothing."""
 LINK = re.compile(r"docs/([\w/-]+\.md)(#[\w-]+)?")
@@ -72,7 +76,7 @@ def _contents() -> str:
 
 
 def _title(table: str) -> str:
-    return f"entries of `{table}`" if table.endswith(("extra_devices", "extra_mounts")) else f"`[{table}]`"
+    return f"entries of `{table}`" if table.endswith(ENTRIES) else f"`[{table}]`"
 
 
 def _section(table: str, model: type[Table]) -> str:

@@ -53,9 +53,9 @@ def test_a_stop_of_the_unit_is_announced(ready: Bed, measured: Callable[[str, ob
 
 
 def test_the_hosts_reboot_is_announced(ready: Bed) -> None:
-    """The machine starts again with the host, and does not stop again."""
+    """By the command of unattended-upgrades. The machine starts again with the host, and does not stop again."""
     ready.run("machinectl", "enable", "gpu-node")
     delay_shutdowns(ready)
-    ready.host.reboot(timeout=600)
+    ready.host.reboot(timeout=600, command=("/sbin/shutdown", "-r", "now"))
     assert said(ready)[:2] == ["announced", "finished"]
     ready.wait_ready(420)
