@@ -59,9 +59,22 @@ class Entry(Struct, frozen=True, rename="camel", kw_only=True):
 
 
 def run_lines(options: argparse.Namespace, reconciler: Reconciler) -> int:
-    """Print who has a GPU open, or acknowledge that GPUs are gone for good."""
-    work = detach.holders if options.subcommand == "holders" else detach.forget
-    say(work(options.address, reconciler))
+    """Print who has a GPU open."""
+    say(detach.holders(options.address, reconciler))
+    return 0
+
+
+def run_forget(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Acknowledge that GPUs are gone for good; if no GPU is named, ask first. With --dry-run, only say which."""
+    if options.dry_run or not options.address:
+        lost, damage = detach.lost(options.address, reconciler)
+        what = [gpu.describe() for gpu in lost.values()] + (["the damage to the record"] if damage else [])
+        if options.dry_run:
+            say(f"would forget {each}" for each in what)
+            return 0
+        if what:
+            confirm(f"{', '.join(what)}: forget all of this", options)
+    say(detach.forget(options.address, reconciler))
     return 0
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from agent.cli.host import settings_of
 from agent.cli.output import print_machines
-from agent.cli.printing import report_failures
+from agent.cli.printing import confirm, report_failures, say
 from agent.host.allocation import CORDONED, UNSCHEDULABLE, cordon, recorded_node
 from agent.host.joining import Watch
 from agent.host.provision.apply import STOP_LIMIT
@@ -21,6 +21,7 @@ from agent.model.paths import CORDONED_FOR, cordoned_file, machine_unit
 
 DRAIN_LIMIT = 600.0
 """Seconds that pods get to move to other nodes. kubectl waits for their disruption budgets."""
+USE_KUBECTL = "drain it with kubectl, then use --no-drain"
 ANSWER_LIMIT = 60.0
 """Seconds for one run of kubectl; a drain has DRAIN_LIMIT in addition."""
 
@@ -34,6 +35,13 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """
     name, command, kubeconfig = options.machine, options.command, options.kubeconfig
     settings_of(name, reconciler.config)
+    if command == "stop":
+        drains = not options.no_drain and bool(kubeconfig)
+        if options.dry_run:
+            steps = [f"drain node {recorded_node(name, reconciler.system, USE_KUBECTL)}"] if drains else []
+            say(f"would {step}" for step in (*steps, f"stop machine {name}"))
+            return 0
+        confirm(f"machine {name} is stopped" + ("" if drains else ", and its pods end with it"), options)
     with machine_locks(reconciler.system, (name,), command):
         if command == "start":
             return _start(name, reconciler, kubeconfig)
@@ -124,7 +132,7 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
     node.
     """
     system = reconciler.system
-    node = recorded_node(name, system, "drain it with kubectl, then use --no-drain")
+    node = recorded_node(name, system, USE_KUBECTL)
     kubectl = partial(_kubectl, reconciler, kubeconfig)
     if (found := kubectl(*UNSCHEDULABLE, node).strip()) != CORDONED:
         reconciler.progress(f"cordon node {node}")

@@ -4,6 +4,7 @@ import argparse
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 
 from msgspec import Struct
@@ -17,8 +18,9 @@ from agent.host.observe.machine import observe_joined, observe_units
 from agent.host.plan.diff import Difference
 from agent.host.plan.goal import Plan
 from agent.host.provision.plan import made_nodes, observe_found, observe_node
-from agent.host.provision.preflight import Asking
+from agent.host.provision.preflight import Asking, without
 from agent.host.provision.reset import reset as remove_node
+from agent.host.provision.reset import reset_steps
 from agent.host.provision.up import Provisioner, Work, as_if_made
 from agent.host.reconcile import Outcome, Reconciler
 from agent.host.state.locks import COMMAND_WAIT, PASS_WAIT, locked, machine_locks
@@ -128,6 +130,16 @@ class _Output(Struct, frozen=True):
     def remark(self, sentence: str) -> None:
         self._print("remark", {"message": sentence}, lambda: report(f"note: {sentence}"))
 
+    def found(self, work: Work, later: Sequence[Step] | None) -> None:
+        """Print the failed checks and the remarks; for a dry run also the steps, of which `later` follow the work's."""
+        for check in work.checks:
+            if not check.passed:
+                self.check(check)
+        for remark in work.remarks:
+            self.remark(remark)
+        for sentence in () if later is None else [each.describe() for each in (*work.steps, *later)]:
+            self._print("would", {"message": sentence}, partial(say, [f"would {sentence}"]))
+
     def end(self, failures: Sequence[str], machines: Mapping[str, object] = {}) -> None:
         self._print("result", {"machines": machines, "failures": failures}, lambda: report_failures(failures))
 
@@ -172,7 +184,7 @@ def _chosen_for_up(options: argparse.Namespace, reconciler: Reconciler) -> tuple
     if options.rebuild and not options.machine:
         raise ConfigError("--rebuild needs the name of a machine", "it removes everything in that machine")
     names = chosen(reconciler, options.machine)
-    if options.rebuild:
+    if options.rebuild and not options.dry_run:
         confirm(f"everything in machine {options.machine} is removed", options)
     return names
 
@@ -196,15 +208,11 @@ def up(
             previews.append(reconciler.preview())
             return provisioner.work(names, previews[-1][0])
 
-        work = wait_for_servers(provisioner, check_all, reconciler)
+        work = check_all() if options.dry_run else wait_for_servers(provisioner, check_all, reconciler)
         facts, planned, difference = previews[-1]
-        for check in work.checks:
-            if not check.passed:
-                output.check(check)
-        for remark in work.remarks:
-            output.remark(remark)
-        if work.failed:
-            return 1
+        output.found(work, difference.actions if options.dry_run else None)
+        if work.failed or options.dry_run:
+            return 1 if work.failed else 0
         watch, failures = Watch(reconciler, names, ask=ask), tuple[str, ...]()
         outcome = Outcome(facts, reconciler.evaluate(facts, planned, difference))
         finished = work.finished and not difference.actions and not watch.waiting(outcome)
@@ -260,11 +268,18 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: _Out
     return outcome, failures
 
 
-def preflight(options: argparse.Namespace, reconciler: Reconciler) -> int:
-    """Print all checks. Return 1 if one failed that must pass before a node can be made, otherwise 0."""
-    names = chosen(reconciler, "")
+def preflight(
+    options: argparse.Namespace, reconciler: Reconciler, network: NetworkSource | None = None, ask: Asking = ask
+) -> int:
+    """Print all checks. Return 1 if one failed that must pass before a node can be made, otherwise 0.
+
+    A check that is ignored need not pass.
+    """
+    names, _ = chosen(reconciler, ""), without(options.ignore, ())
     facts = reconciler.preview()[0]
-    work = Provisioner(reconciler.config, reconciler.system, HostNetwork(), reconciler.progress).work(names, facts)
+    network = network or HostNetwork()
+    work = Provisioner(reconciler.config, reconciler.system, network, reconciler.progress, ask).work(names, facts)
+    work = replace(work, checks=without(options.ignore, work.checks))
     if options.json:
         checks = [as_object(check) for check in work.checks]
         say([document("preflight", {"ok": not work.failed, "checks": checks})])
@@ -294,6 +309,10 @@ def reset(options: argparse.Namespace, reconciler: Reconciler, network: NetworkS
             f"there is no machine {name}: it is not configured, and nothing is left of it",
             f"the machines are {names}" if names else "no machine is configured, and `up` has made none",
         )
+    if options.dry_run:
+        steps = reset_steps(name, system, network or HostNetwork())
+        say(f"would {step.describe()}" for step in steps)
+        return 0
     confirm(f"machine {name} is stopped, and everything in it is removed", options)
     others = {each: settings for each, settings in configured.items() if each != name}
     kept = set(others)

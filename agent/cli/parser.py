@@ -116,7 +116,9 @@ MACHINE = _argument("machine", "the machine's name", metavar="MACHINE")
 DRAIN = _kubeconfig("kubeconfig of a user who may cordon and drain nodes; only for machines that `up` made")
 NO_DRAIN = _flag("--no-drain", "do not drain, even with --kubeconfig")
 WHICH_GPU = "for example 0000:01:00.0, or the UUID"
+DRY_RUN = _flag("--dry-run", "only print the steps")
 YES = _flag("--yes", "do not ask before anything is removed; without a terminal, the command never asks")
+ASK_NOT = _flag("--yes", "do not ask; without a terminal, the command never asks")
 GPU = _argument("address", WHICH_GPU, metavar="PCI-ADDRESS")
 GPU_OR_ALL = _optional("address", "PCI-ADDRESS", WHICH_GPU)
 
@@ -236,6 +238,7 @@ COMMANDS = {
         _optional("machine", "MACHINE", "only this machine"),
         _flag("--rebuild", "make the root file system of MACHINE again; everything in the old one is lost"),
         YES,
+        DRY_RUN,
         _flag("--json", "print JSON, one object per line (docs/json.md)"),
         codes={
             0: "every node is ready and has joined",
@@ -248,6 +251,13 @@ COMMANDS = {
         "node:preflight",
         "check whether up can make the nodes",
         "Checks host, drivers, image, programs, API server and bootstrap token. Changes nothing.",
+        _argument(
+            "--ignore",
+            "only warn if checks of this name fail; can be repeated",
+            action="append",
+            default=[],
+            metavar="NAME",
+        ),
         JSON_FORM,
         codes={0: "`up` can make the nodes", 1: "a check failed"},
         downloads=True,
@@ -259,6 +269,7 @@ COMMANDS = {
         "what still differs from before the first `up`.",
         MACHINE,
         YES,
+        DRY_RUN,
         examples=("sudo unbounded-agent reset gpu-node",),
         codes={0: "the machine is removed", 1: "a step failed, or the host is not what it was before the first `up`"},
         configuration=REMOVES,
@@ -282,6 +293,8 @@ COMMANDS = {
         MACHINE,
         DRAIN,
         NO_DRAIN,
+        ASK_NOT,
+        DRY_RUN,
         examples=("sudo unbounded-agent stop gpu-node --kubeconfig /root/.kube/config",),
         codes={0: "the machine is stopped", 1: "the node could not be drained, or the machine could not be stopped"},
         changes=True,
@@ -341,7 +354,7 @@ COMMANDS = {
         "it open, or the linked GPUs that must be named too, and refuses. After an interruption, the same command "
         "goes on; `gpus attach` ends it.",
         _argument("addresses", f"{WHICH_GPU}; GPUs that must be reset together", metavar="PCI-ADDRESS", nargs="+"),
-        _flag("--dry-run", "only print the steps"),
+        DRY_RUN,
         _flag("--evict", "end the pods that have the GPU; needs DRA; disruption budgets do not keep pods with claims"),
         _seconds(
             "--timeout",
@@ -349,7 +362,7 @@ COMMANDS = {
             0.0,
             "wait up to SECONDS (default: 600) until nobody uses the GPU, whatever on_detach says",
         ),
-        _flag("--yes", "do not ask; without a terminal, the command never asks"),
+        ASK_NOT,
         examples=("sudo unbounded-agent gpus reset 0000:01:00.0 --timeout=600",),
         codes={0: "the machines have the GPUs again, or the steps are printed", 1: "refused, or failed"},
         configuration=SAVES,
@@ -373,11 +386,13 @@ COMMANDS = {
         configuration=SAVES,
     ),
     "gpus forget": Command(
-        "gpus:run_lines",
+        "gpus:run_forget",
         "acknowledge that a lost GPU is gone for good",
         "GPUsComplete then no longer reports a GPU that left the PCI bus without `gpus detach`. Without an address: "
         "all lost GPUs, and also damage to the record of granted GPUs.",
         GPU_OR_ALL,
+        ASK_NOT,
+        DRY_RUN,
         examples=("sudo unbounded-agent gpus forget 0000:01:00.0",),
         changes=True,
     ),

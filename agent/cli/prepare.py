@@ -9,6 +9,7 @@ from agent.cli.host import settings_of
 from agent.cli.printing import report_failures
 from agent.config.load import load_or_last_good
 from agent.host.observe.checks import run_checks
+from agent.host.plan.nspawn import STOP_ANSWER, stop_limit
 from agent.host.reconcile import Outcome, Reconciler
 from agent.host.state.gpus import observe_gpus
 from agent.host.state.locks import pass_lock
@@ -21,8 +22,6 @@ from agent.system.trust import write_record
 
 RETRY_LIMIT = 20.0
 """Seconds for which to try again if the unit's state cannot be observed."""
-STOP_LIMIT = 130.0
-"""Seconds to wait for the end of the machine's previous run. systemd kills what is left of it after 120 seconds."""
 PASSES = 3
 """How many passes are made at most until a machine's files match the goal."""
 WAIT_LIMIT = 360.0
@@ -143,12 +142,13 @@ def _runs(name: str, reconciler: Reconciler) -> bool:
     records of a machine that may be running must be kept.
     """
     started = time.monotonic()
+    stopping = min(stop_limit(settings_of(name, reconciler.config)) + STOP_ANSWER, WAIT_LIMIT)
     while True:
         machines = reconciler.preview()[0].machines
         state = next((machine.unit_state for machine in machines if machine.name == name), Absent("no such machine"))
         stops = state == "deactivating"
         if not stops and not isinstance(state, Unseen):
             return isinstance(state, str) and state not in STOPPED
-        if time.monotonic() - started > (STOP_LIMIT if stops else RETRY_LIMIT):
+        if time.monotonic() - started > (stopping if stops else RETRY_LIMIT):
             return True
         time.sleep(1.0)

@@ -5,7 +5,7 @@ docs/configuration.md is generated from these classes and their docstrings (`mak
 
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
@@ -311,6 +311,11 @@ class ImageSettings(Table, frozen=True, kw_only=True):
             raise ValueError("name or repository is missing: which image is the machine made from?")
 
 
+ArchiveName = Annotated[
+    str, text(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.tar", "the name of an archive, such as pause.tar", longest=128)
+]
+
+
 class BinariesSettings(Table, frozen=True, kw_only=True):
     """Programs of a node, if the image does not contain them."""
 
@@ -331,8 +336,12 @@ class BinariesSettings(Table, frozen=True, kw_only=True):
     sha256: dict[Literal["kubelet", "kubectl", "crictl", "cni_plugins"], Sha256]
     """The SHA-256 digests of the files to fetch: of the programs `kubelet` and `kubectl`, and of the archives with
     `crictl` and `cni_plugins`. Only files with a digest are fetched."""
+    pod_images: dict[ArchiveName, Sha256] = {}
+    """Archives of pods' images in `bundle`, with their SHA-256 digests (docs/fleet.md#a-node-from-files)."""
 
     def __post_init__(self) -> None:
+        if self.pod_images and not self.bundle:
+            raise ValueError("pod_images needs bundle: the directory on the host with these archives")
         for name in self.sha256:
             key = f"{name}_version" if name in ARCHIVES else "version"
             if not getattr(self, key):
@@ -340,6 +349,71 @@ class BinariesSettings(Table, frozen=True, kw_only=True):
         for name in ARCHIVES:
             if getattr(self, f"{name}_version") and name not in self.sha256:
                 raise ValueError(f"sha256.{name} is missing: set the digest of the archive, or remove {name}_version")
+
+
+GRACE_KEYS = ("shutdownGracePeriod", "shutdownGracePeriodCriticalPods", "shutdownGracePeriodByPodPriority")
+"""The fields of KubeletConfiguration that say how long pods may take to end when the node shuts down."""
+DEFAULT_GRACE = {"shutdownGracePeriod": "40s", "shutdownGracePeriodCriticalPods": "10s"}
+"""What `up` writes unless one of GRACE_KEYS is configured: 30 s, a pod's default grace period, then 10 s for critical
+pods. Without these fields, the kubelet ends no pod."""
+DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|us|µs|ns|m|s)")
+SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+def shutdown_grace(configuration: Mapping[str, Any]) -> float:
+    """Return how many seconds a kubelet with this configuration gives its pods when the node shuts down.
+
+    With shutdownGracePeriodByPodPriority, it gives each priority its own time, one after the other.
+    """
+    by_priority = configuration.get(GRACE_KEYS[2])
+    if isinstance(by_priority, list):
+        each = [row.get("shutdownGracePeriodSeconds") for row in by_priority if isinstance(row, dict)]
+        return float(sum(seconds for seconds in each if isinstance(seconds, int)))
+    text = str((configuration if {*GRACE_KEYS} & {*configuration} else DEFAULT_GRACE).get(GRACE_KEYS[0], ""))
+    return sum(float(number) * SECONDS.get(unit, 0.001) for number, unit in DURATION.findall(text))
+
+
+VariableName = Annotated[str, text(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable", longest=128)]
+VariableValue = Annotated[str, text(r"[^\x00-\x1f\x7f]*", "one line of text", longest=1024, secret=True)]
+"""One line of text. No driver's variable needs a line break, so one in the configuration is a mistake."""
+
+ProviderName = Annotated[
+    str, text(r"(?!\.{1,2}$)[A-Za-z0-9_.-]+", "the file name of a credential provider, such as ecr-credential-provider")
+]
+ImagePattern = Annotated[
+    str,
+    text(
+        # Only the parts of the host may have globs (matchImages in CredentialProviderConfig).
+        rf"{NO_DOTS}[A-Za-z0-9*?-]+(\.[A-Za-z0-9*?-]+)*(:[0-9]{{1,5}})?(/[A-Za-z0-9_./-]*)?",
+        "a pattern of images without a scheme, such as *.dkr.ecr.*.amazonaws.com or registry.example.com/team",
+        longest=512,
+    ),
+]
+GoDuration = Annotated[str, text(r"0|([0-9]+(\.[0-9]+)?(h|m|s|ms))+", "a duration, such as 12h or 1h30m", longest=64)]
+PlainDirectory = Annotated[
+    str, text(r"(/[A-Za-z0-9_][A-Za-z0-9_.-]*)+", "an absolute path of letters, digits, dots, hyphens and underscores")
+]
+
+
+def _some(patterns: list[str]) -> list[str]:
+    if not patterns:
+        raise ValueError("name at least one pattern: the kubelet would never ask this provider")
+    return patterns
+
+
+class CredentialProvider(Table, frozen=True, kw_only=True):
+    """A program in the machine's image that gives the kubelet short-lived credentials for pods' images."""
+
+    name: ProviderName
+    """The program's file name."""
+    match_images: Annotated[list[ImagePattern], Check(_some)]
+    """The images for which the kubelet asks it."""
+    cache_duration: GoDuration = "12h"
+    """How long an answer counts that does not say so itself; `0`: not at all."""
+    args: list[VariableValue] = []
+    """Its arguments, without secrets."""
+    env: dict[VariableName, VariableValue] = {}
+    """Its environment variables, without secrets."""
 
 
 class KubeletSettings(Table, frozen=True, kw_only=True):
@@ -363,6 +437,11 @@ class KubeletSettings(Table, frozen=True, kw_only=True):
     """Addresses of the cluster's DNS service."""
     cluster_domain: NodeName = "cluster.local"
     """The cluster's DNS domain."""
+    image_credential_providers: Annotated[list[CredentialProvider], once("provider", attrgetter("name"))] = []
+    """Programs that give credentials for images, such as
+    `[{ name = "ecr-credential-provider", match_images = ["*.dkr.ecr.*.amazonaws.com"] }]`."""
+    image_credential_provider_directory: PlainDirectory = "/usr/local/bin"
+    """Their directory in the machine."""
     configuration: dict[str, Any] = {}
     """Fields of KubeletConfiguration (kubelet.config.k8s.io/v1beta1), which override the agent's. Tables are merged;
     other values replace the agent's."""
@@ -430,9 +509,6 @@ class NodeSettings(Table, frozen=True, kw_only=True):
 #
 # They go into the CDI specification, whose variables override those of a pod's manifest and image (container-edits.go
 # of CDI's Go library). Therefore variables that other programs depend on are refused.
-VariableName = Annotated[str, text(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable", longest=128)]
-VariableValue = Annotated[str, text(r"[^\x00-\x1f\x7f]*", "one line of text", longest=1024, secret=True)]
-"""One line of text. No driver's variable needs a line break, so one in the configuration is a mistake."""
 REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("(NVIDIA|NVCT)_.*"), "the container runtime takes it for a request for devices, or sets it itself"),
     (re.compile("LD_.*|GLIBC_TUNABLES"), "the loader would obey it in each program of each image"),

@@ -5,7 +5,7 @@ what other processes have open.
 """
 
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -181,18 +181,8 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
     if the record cannot be read.
     """
     with pass_lock(reconciler.system, reconciler.progress):
-        # Take the GPUs from a plan, not from the record: if the service is not running, the record may be out of date.
-        remembered = reconciler.preview()[1].goal.remembered
-        if isinstance(remembered, Absent | Broken | Unseen):
-            hint = "make this record of granted GPUs readable, then run the command again"
-            raise AgentError(remembered.why, hint)
-        lost = {gpu.pci_address: gpu for gpu in remembered.gpus if gpu.lost}
-        if address:
-            gpu = _named(address, lost.values())
-            if gpu is None:
-                hint = f"lost GPUs: {', '.join(lost)}" if lost else "no GPU is lost"
-                raise ConfigError(f"{address!a}: no lost GPU has this PCI address or UUID", hint)
-            lost = {gpu.pci_address: gpu}
+        remembered = _remembered(reconciler)
+        lost = _lost(address, remembered)
         damage = remembered.damage if address else ""
         gpus = tuple(gpu for gpu in remembered.gpus if gpu.pci_address not in lost)
         for file in remembered_files(Remembered(gpus, damage)):
@@ -207,6 +197,31 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
     if remembered.damage != damage:
         lines.append("the damage to the record is acknowledged: the agent remembers GPUs again from now on")
     return tuple(lines) or ("no GPU is lost: nothing to do",)
+
+
+def lost(address: str, reconciler: Reconciler) -> tuple[Mapping[str, RememberedGpu], str]:
+    """Return what `forget` would forget: lost GPUs by their addresses, and the damage to the record. Raises as it."""
+    remembered = _remembered(reconciler)
+    return _lost(address, remembered), "" if address else remembered.damage
+
+
+def _remembered(reconciler: Reconciler) -> Remembered:
+    # Take the GPUs from a plan, not from the record: if the service is not running, the record may be out of date.
+    remembered = reconciler.preview()[1].goal.remembered
+    if isinstance(remembered, Absent | Broken | Unseen):
+        raise AgentError(remembered.why, "make this record of granted GPUs readable, then run the command again")
+    return remembered
+
+
+def _lost(address: str, remembered: Remembered) -> dict[str, RememberedGpu]:
+    lost = {gpu.pci_address: gpu for gpu in remembered.gpus if gpu.lost}
+    if not address:
+        return lost
+    gpu = _named(address, lost.values())
+    if gpu is None:
+        hint = f"lost GPUs: {', '.join(lost)}" if lost else "no GPU is lost"
+        raise ConfigError(f"{address!a}: no lost GPU has this PCI address or UUID", hint)
+    return {gpu.pci_address: gpu}
 
 
 class Timing(Struct, frozen=True):

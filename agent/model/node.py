@@ -9,8 +9,9 @@ from msgspec.structs import replace
 from agent.model.text import first_of
 from agent.model.typed_json import Base64
 
-Archive: TypeAlias = Literal["", "program", "programs"]
-"""What a fetched file is: the program itself, or a tar archive compressed by gzip with the program, or with several."""
+Archive: TypeAlias = Literal["", "program", "programs", "images"]
+"""What a fetched file is: the program itself, or a tar archive compressed by gzip with the program, or with several; or
+an archive of pods' images, which is not unpacked."""
 
 
 class NodeImage(Struct, frozen=True):

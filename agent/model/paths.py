@@ -123,6 +123,10 @@ DRA_STATE = f"{STATE}/dra"
 DRA_CLAIMS = f"{DRA_STATE}/claims.json"
 DRA_DRIVER = "gpu.unbounded-agent.io"
 """The name of the driver for Dynamic Resource Allocation, by which DeviceClasses select."""
+STOP_NAME = "stop"
+"""A directory next to the handoff: the host stops the machine, and the machine half shuts it down by its logind."""
+STOPPING_NAME = "stopping"
+"""A link next to the report: the machine half shuts the machine down."""
 LIVE_NAME = "live.json"
 GRANTED_NAME = "granted.json"
 NODE_CONDITION_MARK = f"{STATE}/node-condition"
@@ -265,6 +269,11 @@ def gpu_health_file(machine: str) -> str:
 def gpu_test_file(machine: str) -> str:
     """Return the file that makes the machine test GPUs. It exists only while `gpus test` waits for the results."""
     return f"{handoff_directory(machine)}/{GPU_TEST_NAME}"
+
+
+def stop_mark(machine: str) -> str:
+    """Return the directory that makes the machine half shut the machine down."""
+    return f"{handoff_directory(machine)}/{STOP_NAME}"
 
 
 def machine_files(machine: str) -> tuple[str, str, str]:

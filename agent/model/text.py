@@ -113,3 +113,8 @@ def sha256(content: bytes) -> str:
 def json_digest(value: object) -> str:
     """Return the digest of a value in JSON, whatever the order of its keys."""
     return sha256(json.dumps(value, sort_keys=True).encode())
+
+
+def portion(done: int, total: int) -> str:
+    """Return how many of `total` bytes are done, in words. skopeo may write somewhat more than the registry has."""
+    return f"{done >> 20} of {total >> 20} MiB ({min(100 * done // total, 100) if total else 100} %)"

@@ -1,7 +1,9 @@
 """`start`, `stop`, `restart`: pods are moved away first where a kubeconfig allows it, and may return. And `apply`."""
 
 import errno
+import io
 import os
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -178,6 +180,31 @@ def test_without_a_kubeconfig_the_pods_end_with_the_machine(host: NodeHost, agen
     assert "--kubeconfig FILE" in said[0]
     assert command(agent, f"restart {MACHINE} --kubeconfig={ADMIN} --no-drain") == 0
     assert kubectl(host) == [STOP, STOP]
+
+
+def test_a_dry_run_of_a_stop_only_prints_the_steps(host: NodeHost, agent: Reconciler, capsys: Capture) -> None:
+    assert command(agent, f"stop {MACHINE} --dry-run --kubeconfig={ADMIN}") == 0
+    assert capsys.readouterr().out.splitlines() == [f"would drain node {NODE}", f"would stop machine {MACHINE}"]
+    assert command(agent, f"stop {MACHINE} --dry-run --no-drain --kubeconfig={ADMIN}") == 0
+    assert capsys.readouterr().out.splitlines() == [f"would stop machine {MACHINE}"]
+    assert kubectl(host) == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("answer", "option", "stops"), [("y\n", "", True), ("\n", "", False), ("", " --yes", True)])
+def test_a_person_is_asked_before_a_machine_stops(
+    host: NodeHost, agent: Reconciler, monkeypatch: pytest.MonkeyPatch, answer: str, option: str, stops: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    with nullcontext() if stops else pytest.raises(AgentError, match="nothing was changed"):
+        assert command(agent, f"stop {MACHINE}{option}") == 0
+    assert (kubectl(host) == [STOP]) is stops
+    assert ("and its pods end with it. Continue? [y/N]" in shown.getvalue()) is not bool(option)
 
 
 def test_a_machine_without_settings_is_neither_started_nor_stopped(gpu_host: Host) -> None:

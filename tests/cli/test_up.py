@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import posixpath
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from agent.config.settings import Config, MachineSettings
 from agent.host.provision.host_settings import NO_SWAP, SYSCTLS
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
+from agent.host.provision.preflight import CHECKS
 from agent.host.provision.up import Provisioner
 from agent.model.contract import parse_node_files
 from agent.model.errors import AgentError, CommandError, ConfigError
@@ -42,6 +44,7 @@ from tests.fakes.gpu_host import MACHINE, UNITS, units, without_gpus
 from tests.fakes.libcuda import answer_of_libcuda
 from tests.fakes.node_host import CA_FILE, DIGEST, NODE, NodeHost, node_host, node_reconciler, wanted
 
+PREFLIGHT = Path(__file__).resolve().parents[2] / "agent/host/provision/preflight.py"
 COMMAND = "/etc/systemd/system/kubelet.service.d/99-unbounded-agent.conf"
 WANTS = posixpath.dirname(wanted(UNITS[0]))
 STOP = f"systemctl stop {UNITS[0]}"
@@ -258,6 +261,66 @@ def test_a_failed_check_changes_nothing(host: NodeHost, capsys: Capture) -> None
     host.file("/usr/bin/umoci", executable=True)
     assert tree(host) == before
     assert not host.exists(AS_FOUND[0])
+
+
+def test_an_ignored_check_that_fails_is_a_warning(host: NodeHost, capsys: Capture) -> None:
+    """Only the checks that are named, and only in `preflight`."""
+
+    def preflight(options: str = "") -> tuple[int, str]:
+        code = command(node_reconciler(host), f"preflight{options}", network=host.network, ask=host.ask)
+        return code, capsys.readouterr().out
+
+    host.remove_file("/usr/bin/umoci")
+    code, shown = preflight()
+    assert code == 1
+    assert " FAILED  programs: " in shown
+    code, shown = preflight(" --ignore programs")
+    assert code == 0
+    assert "warning  programs: not installed: umoci" in shown
+    assert "FAILED" not in shown
+    host.file("/etc/unbounded-agent/token", "fedcba.fedcba9876543210\n")
+    assert preflight(" --ignore programs")[0] == 1, "the API server does not accept the token"
+    assert preflight(" --ignore programs --ignore token")[0] == 0
+    found = json.loads(preflight(" --json --ignore programs --ignore token")[1])
+    (programs,) = [each for each in found["checks"] if each["check"] == "programs"]
+    assert (found["ok"], programs["ok"], programs["required"]) == (True, False, False)
+    with pytest.raises(ConfigError, match="--ignore: there is no check 'programm'") as error:
+        preflight(" --ignore programm")
+    assert "the checks are: binaries, ca_file, " in error.value.hint
+
+
+def test_every_check_can_be_ignored() -> None:
+    """Check(...), checked(...) and failed_check(...) in the code have all names."""
+    sources = (PREFLIGHT, PREFLIGHT.with_name("up.py"))
+    calls = re.compile(r'\b(?:Check|checked|failed_check)\(\s*"([^"]+)"')
+    assert {name for path in sources for name in calls.findall(path.read_text())} == {*CHECKS}
+
+
+def test_a_dry_run_of_up_and_reset_only_prints_the_steps(host: NodeHost, capsys: Capture) -> None:
+    def steps(line: str, **services: object) -> list[str]:
+        assert command(node_reconciler(host), f"{line} --dry-run", network=host.network, **services) == 0
+        return [each for each in capsys.readouterr().out.splitlines() if each.startswith("would ")]
+
+    before = tree(host)
+    first = steps(f"up {MACHINE}", ask=host.ask)
+    assert first[0] == "would record the host as it was found"
+    assert f"would make {machine_root(MACHINE)} from the complete root file system" in first
+    assert tree(host) == before
+    assert run(host) == 0
+    capsys.readouterr()
+    before = tree(host)
+    calls(host)
+    rebuilt = steps(f"up {MACHINE} --rebuild", ask=host.ask)
+    assert f"would remove {machine_root(MACHINE)}" in rebuilt
+    assert "would record the host as it was found" not in rebuilt
+    removed = steps(f"reset {MACHINE}")
+    assert f"would remove {machine_root(MACHINE)}" in removed
+    assert "would restore the host's settings" in removed
+    host.file("/etc/unbounded-agent/token", "fedcba.fedcba9876543210\n")
+    assert command(node_reconciler(host), f"up {MACHINE} --rebuild --dry-run", network=host.network, ask=host.ask) == 1
+    host.file("/etc/unbounded-agent/token", before["etc/unbounded-agent/token"])
+    assert tree(host) == before
+    assert STOP not in calls(host)
 
 
 def test_a_check_whose_error_has_no_advice_fails_too(host: NodeHost, capsys: Capture) -> None:

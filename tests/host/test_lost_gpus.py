@@ -1,7 +1,9 @@
 """GPUs that leave the PCI bus without `gpus detach` are remembered across everything until that is acknowledged."""
 
 import errno
+import io
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from agent.model.facts import Remembered, RememberedGpu, Unseen
 from agent.model.paths import MACHINES_STATE, REMEMBERED_GPUS, RUNTIME
 from agent.system.trust import discarded
 from tests.fakes.clock import Clock
+from tests.fakes.command import Capture, command
 from tests.fakes.detach_site import FAST, Site
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
@@ -306,3 +309,33 @@ def test_a_machine_that_gets_nothing_has_no_gpu_of_an_earlier_configuration(gpu_
     machine = evaluate(reconciler(gpu_host))
     assert ready(machine) == (Status.FALSE, "NoGPU"), "it is not GPULost"
     assert (machine.gpus, machine.expected) == ((), 0)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_person_is_asked_before_all_lost_gpus_are_forgotten(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """One that is named is forgotten at once. A dry run only says which."""
+    agent = reconciler(gpu_host)
+    evaluate(agent)
+    for address in (FIRST, SECOND):
+        gpu_host.unplug(address)
+    assert command(agent, "gpus forget --dry-run") == 0
+    assert command(agent, f"gpus forget {FIRST} --dry-run") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [FIRST in line for line in shown] == [True, False, True]
+    assert evaluate(agent).lost == (FIRST, SECOND)
+    monkeypatch.setattr(sys, "stderr", asked := Terminal())
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    with pytest.raises(AgentError, match="nothing was changed"):
+        command(agent, "gpus forget")
+    assert SECOND in asked.getvalue()
+    assert evaluate(agent).lost == (FIRST, SECOND)
+    assert command(agent, f"gpus forget {FIRST}") == 0
+    assert evaluate(agent).lost == (SECOND,)
+    assert command(agent, "gpus forget --yes") == 0
+    assert evaluate(agent).lost == ()

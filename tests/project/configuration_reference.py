@@ -20,6 +20,7 @@ from agent.config.checks import Range, Table
 from agent.config.settings import (
     BinariesSettings,
     ContainerdSettings,
+    CredentialProvider,
     DriverSettings,
     ExtraDevice,
     ExtraMount,
@@ -43,6 +44,7 @@ TABLES: Mapping[str, type[Table]] = {
     "machines.NAME.node.image": ImageSettings,
     "machines.NAME.node.binaries": BinariesSettings,
     "machines.NAME.node.kubelet": KubeletSettings,
+    "machines.NAME.node.kubelet.image_credential_providers": CredentialProvider,
     "machines.NAME.node.containerd": ContainerdSettings,
     "machines.NAME.node.host": HostNodeSettings,
     "driver": DriverSettings,
@@ -51,6 +53,8 @@ TABLES: Mapping[str, type[Table]] = {
     "metrics": MetricsSettings,
 }
 """Tables of the configuration, or lists of tables, with the class that validates each; in the page's order."""
+ENTRIES = ("extra_devices", "extra_mounts", "image_credential_providers")
+"""How the names of those that are lists of tables end."""
 OPTIONAL = ("machines.NAME.node", "machines.NAME.node.binaries")
 """Tables without which a part of the agent does nothing."""
 LINK = re.compile(r"docs/([\w/-]+\.md)(#[\w-]+)?")
@@ -74,7 +78,7 @@ def _contents() -> str:
 
 
 def _title(table: str) -> str:
-    return f"entries of `{table}`" if table.endswith(("extra_devices", "extra_mounts")) else f"`[{table}]`"
+    return f"entries of `{table}`" if table.endswith(ENTRIES) else f"`[{table}]`"
 
 
 def _section(table: str, model: type[Table]) -> str:

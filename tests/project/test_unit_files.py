@@ -40,6 +40,7 @@ GPUS = UNITS / gpu_recovery.UNIT
 DRA = UNITS / "machine" / "unbounded-agent-dra.service"
 NODE_CONDITION = UNITS / "machine" / "unbounded-agent-node-condition.service"
 TMPFILES = UNITS / "unbounded-agent.tmpfiles.conf"
+STOP = UNITS / "machine" / "unbounded-agent-stop.service"
 GPU_SETUP = UNITS / "machine" / "unbounded-agent-gpu.service"
 EXPOSURE = {
     SERVICE.name: 25,
@@ -51,6 +52,7 @@ EXPOSURE = {
     GPU_SETUP.name: 39,
     "unbounded-agent-gpu-again.service": 28,
     "unbounded-agent-gpu-test.service": 21,
+    STOP.name: 29,
     DRA.name: 28,
     NODE_CONDITION.name: 24,
 }
@@ -160,8 +162,8 @@ def test_checks_have_none_of_the_services_rights() -> None:
 def test_units_are_valid(tmp_path: Path) -> None:
     """The agent and the node's packages are not installed here: an existing program takes the agent's place."""
     units = sorted(str(path) for path in (UNITS / "machine").glob("unbounded-agent-*"))
-    assert len(units) == 11
-    for unit in (SERVICE, SOCKET, PREPARE, MODULES, CHECKS, TIMER):
+    assert len(units) == 13
+    for unit in (SERVICE, SOCKET, PREPARE, MODULES, CHECKS, TIMER, GPUS):
         text = unit.read_text()
         assert unit in (SOCKET, TIMER) or "/usr/bin/unbounded-agent" in text
         units.append(str(tmp_path / unit.name.replace("@", "@gpu-node")))
@@ -354,6 +356,18 @@ def test_what_the_host_publishes_causes_a_run_of_the_gpu_setup_also_during_a_run
     assert again == SETUP_AGAIN
     unit = settings(UNITS / "machine" / again, "Unit")
     assert (unit["After"], unit["OnSuccess"], unit["OnSuccessJobMode"]) == (setup, setup, "fail")
+
+
+def test_the_host_s_stop_shuts_the_machine_down_but_never_at_its_boot() -> None:
+    """PathExists= would start the unit at the boot too, if a stop that was killed has left its mark."""
+    mark = f"{paths.MACHINE_HANDOFF_DIRECTORY}/{paths.STOP_NAME}"
+    path = settings(STOP.with_suffix(".path"), "Path")
+    assert {key: value for key, value in path.items() if key.startswith("Path")} == {"PathChanged": mark}
+    assert settings(STOP, "Unit")["ConditionPathExists"] == mark
+    answer = f"{paths.MACHINE_REPORT_DIRECTORY}/{paths.STOPPING_NAME}"
+    command = f"ln -s . {answer}; systemctl poweroff || rm -f {answer}"
+    assert settings(STOP, "Service")["ExecStart"] == f"/bin/sh -c '{command}'"
+    assert "unbounded-agent-stop.path" in (REPOSITORY / "containerfiles/install-agent").read_text()
 
 
 def test_no_setting_is_newer_than_debian_12() -> None:

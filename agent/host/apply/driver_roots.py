@@ -37,6 +37,7 @@ from agent.model.paths import (
     driver_root,
     mount_unit,
 )
+from agent.model.text import portion
 from agent.system import systemd
 from agent.system.copy import Copies, clear
 from agent.system.files import System, mounted, temporary_path
@@ -158,23 +159,29 @@ def _run_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) 
     raise AgentError(f"{verb} of {unit} did not finish within {JOB_LIMIT:.0f} s", f"see `systemctl status '{unit}'`")
 
 
-def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambda: None) -> None:
+STEPS = 4
+"""How often the copying of a driver reports how far it is."""
+
+
+def stage(root: StagedRoot, system: System, progress: Callable[[str], None] = lambda _: None) -> None:
     """Copy a driver root to disk, by reflink if possible. Raises AgentError, OSError.
 
     The root is copied to STAGING and recorded in a manifest; then a rename moves it to TREES. Calls `progress` after
-    each file, after each part of a large file, and each time that the disk has written a file.
+    each file, after each part of a large file, and each time that the disk has written a file; now and then with the
+    part that is copied, otherwise with an empty text.
     """
     system.make_directory(TREES)
     system.make_directory(STAGING)
     for name in system.entries(STAGING):
         system.remove_tree(f"{STAGING}/{name}")
-    needed = sum(file.size for file in root.files) + MARGIN
+    total, copied = sum(file.size for file in root.files), 0
+    needed = total + MARGIN
     free = system.free_bytes(STAGING)
     if free < needed:
         what = f"driver {root.version} needs {needed >> 20} MiB, but only {free >> 20} MiB are free"
         raise AgentError(f"{STAGING}: {what}", "free up space on that file system")
     partial = f"{STAGING}/{root.index}"
-    with Copies(progress) as copies:
+    with Copies(lambda: progress("")) as copies:
         for file in root.files:
             path = f"{partial}/{file.target}"
             system.make_directory(os.path.dirname(path))
@@ -182,7 +189,9 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
                 system.link(path, file.link)
             else:
                 _copy(file, path, system, copies)
-                progress()
+                before, copied = copied, copied + file.size
+                reached = before * STEPS // max(total, 1) < copied * STEPS // max(total, 1)
+                progress(f"driver {root.version}: staged {portion(copied, total)}" if reached else "")
     for directory in {os.path.dirname(f"{partial}/{file.target}") for file in root.files}:
         system.sync_directory(directory)
     system.write(f"{MANIFESTS}/{root.index}.json", MANIFEST.render(root))

@@ -282,7 +282,7 @@ def _pending_reload(path: str, system: System) -> Iterator[None]:
 
 
 def _stage(action: StageDriverRoot, system: System, progress: Progress) -> None:
-    stage(action.root, system, lambda: progress(""))
+    stage(action.root, system, progress)
     publish(action.root.index, system)
 
 

@@ -1,12 +1,13 @@
 """Renders a machine's settings file, systemd.nspawn(5). Pure."""
 
+import math
 import posixpath
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from agent.config.settings import ExtraMount, MachineSettings, NspawnSettings
+from agent.config.settings import ExtraMount, MachineSettings, NspawnSettings, shutdown_grace
 from agent.host.state.records import MARK
 from agent.host.vendors import HOST_VENDORS
 from agent.model.device import DeviceNumber
@@ -19,12 +20,14 @@ from agent.model.paths import (
     MACHINE_HOST_NVIDIA,
     MACHINE_REPORT_DIRECTORY,
     PASS_LOCK,
+    STOPPING_NAME,
     handoff_directory,
     nspawn_file,
     report_directory,
     rewritten_nspawn,
     started_drop_in,
     started_nspawn,
+    stop_mark,
     unit_drop_in,
 )
 
@@ -59,6 +62,7 @@ def before_start(machine: str) -> list[str]:
     make_directories = (
         "umask 022",
         f"mkdir -p {HOST_NVIDIA} {handoff_directory(machine)} {report}",
+        f"rmdir {stop_mark(machine)} 2>/dev/null",
         # Remove the reports of the machine's previous run.
         f"umount -l {report} 2>/dev/null",
         f"mount {REPORT_MOUNT} {report}",
@@ -94,11 +98,38 @@ def before_start(machine: str) -> list[str]:
     ]
 
 
-def _shell(script: tuple[str, ...]) -> str:
-    """Return an ExecStartPre= line with the script as one quoted word, escaped for systemd (systemd.service(5))."""
+STOP_ANSWER = 10
+"""Seconds that a stop waits for the machine half's answer. If there is none, systemd goes on with its own stop."""
+
+
+def before_stop(machine: str) -> list[str]:
+    """Return an ExecStop= line that asks the machine half to shut the machine down, and waits for that.
+
+    systemd's own stop is a signal to the machine's systemd, which logind in the machine does not announce: the kubelet
+    would not end its pods. Like the lines of `before_start`, this one may fail, and needs no file of the agent. If the
+    machine half answers, TimeoutStopSec= limits the time; systemd's own stop follows.
+    """
+    script = (
+        # A machine that has ended by itself has no process.
+        'test -n "$MAINPID" || exit 0',
+        # A directory, because root in a machine could put a link in the place of a file that is written here.
+        f"mkdir {stop_mark(machine)} || exit 0",
+        "waited=0",
+        "while kill -0 $MAINPID 2>/dev/null",
+        # The answer is a link, which `test -h` does not follow.
+        f"do test $waited -lt {STOP_ANSWER} || test -h {report_directory(machine)}/{STOPPING_NAME} || exit 0",
+        "sleep 1",
+        "waited=$((waited + 1))",
+        "done",
+    )
+    return ["# Shut the machine down by its logind, which announces that to the kubelet.", _shell(script, "ExecStop")]
+
+
+def _shell(script: tuple[str, ...], key: str = "ExecStartPre") -> str:
+    """Return a line with the script as one quoted word, escaped for systemd (systemd.service(5))."""
     escaped = [line.replace("\\", "\\\\").replace("%", "%%").replace("$", "$$") for line in script]
     # systemd joins the lines with blanks. No line may begin with # or ;, because it would be a comment even in quotes.
-    return "ExecStartPre=-+/bin/sh -c '" + "; \\\n    ".join(escaped) + "'"
+    return f"{key}=-+/bin/sh -c '" + "; \\\n    ".join(escaped) + "'"
 
 
 SYS_MODULE = "BindReadOnly=/sys/module"
@@ -254,9 +285,11 @@ def render_drop_in(machine: str, settings: MachineSettings, allow: tuple[DeviceA
         "LimitMEMLOCK=infinity",
         "Restart=on-failure",
         "RestartSec=2",
+        *before_stop(machine),
         "# In the machine, systemd kills after 90 s what ignores SIGTERM, such as a pod's `sleep infinity`. With the",
-        "# same limit here, the default, the whole machine would be killed in the middle of its shutdown.",
-        "TimeoutStopSec=120",
+        "# same limit here, the default, the whole machine would be killed in the middle of its shutdown. Before that,",
+        "# the kubelet ends pods (shutdownGracePeriod).",
+        f"TimeoutStopSec={stop_limit(settings)}",
         "# An empty assignment first, then the template's list without loop devices and device mapper: otherwise what",
         "# systemctl set-property once wrote into 50-DeviceAllow.conf would stay allowed. Further devices: a drop-in",
         "# that sorts behind this one.",
@@ -264,6 +297,11 @@ def render_drop_in(machine: str, settings: MachineSettings, allow: tuple[DeviceA
         *(f"DeviceAllow={entry}" for entry in allow),
     ]
     return (HEADER + "\n" + "".join(f"{line}\n" for line in lines)).encode()
+
+
+def stop_limit(settings: MachineSettings) -> int:
+    """Return TimeoutStopSec= in seconds. systemd applies it first to `before_stop`, and then to its own stop."""
+    return 120 + math.ceil(shutdown_grace(settings.node.kubelet.configuration if settings.node else {}))
 
 
 def quote(value: str) -> str:
@@ -283,10 +321,10 @@ NOT_COMPARED = re.compile(
 )
 """Lines of the agent in a .nspawn file without which a machine may run on. The last pattern is for binds of devices."""
 NOT_COMPARED_IN_DROP_IN = re.compile(
-    rb"^(?:#.*|After=.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*|TimeoutStopSec=.*)\n?", re.MULTILINE
+    rb"^(?:#.*|After=.*|DeviceAllow=.*|Exec(?:StartPre|Stop)=(?:.*\\\n)*.*|TimeoutStopSec=.*)\n?", re.MULTILINE
 )
-"""Devices can change while a machine runs. Comments, the order of units, the commands before the start and the limit
-for the stop differ between releases of the agent. A backslash at the end of a line continues it (systemd.syntax(7))."""
+"""Devices can change while a machine runs. Comments, the order of units, the commands before a start and a stop, and
+the limit for a stop differ between releases. A backslash at the end of a line continues it (systemd.syntax(7))."""
 BIND = re.compile(rb"Bind(?:ReadOnly)?=(.*)")
 """A line of a .nspawn file that binds a path."""
 

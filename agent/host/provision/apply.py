@@ -42,8 +42,9 @@ from agent.system.network import NetworkSource
 from agent.system.process import ENVIRONMENT
 from agent.system.removal import allow_removal
 
-STOP_LIMIT = 300.0
-"""Seconds that a machine may take to stop. systemd kills what is left of it after 120 s."""
+STOP_LIMIT = 600.0
+"""Seconds that a machine may take to stop. With the default settings, systemd kills what is left of it after 320 s at
+most (agent.host.plan.nspawn.stop_limit)."""
 SYNC_LIMIT = 300.0
 """Seconds to write a root file system to disk. Most of it was synced when the image was unpacked."""
 REMOVE_LIMIT = 600.0
@@ -92,8 +93,8 @@ def _fill(step: plan.FillRoot, system: System, _: Progress) -> None:
     listed: dict[str, tuple[str, int]] = {}
     for binary in step.binaries:
         put = put_programs(binary, system.full_path(cached(binary, BINARIES)), root)
-        # The CNI plugins are not listed, because network plugins may replace some of them.
-        listed |= {} if binary.archive == "programs" else put
+        # Network plugins may replace some of the CNI plugins, and imported images are removed: they are not listed.
+        listed |= {} if binary.archive in ("programs", "images") else put
     for file in step.files:
         root.write(file.path, file.content, file.mode)
         listed[file.path] = sha256(file.content), len(file.content)

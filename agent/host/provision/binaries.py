@@ -26,6 +26,8 @@ from agent.system.http import open_url
 
 DIRECTORY = "/usr/local/bin"
 """The directory in the machine for all programs except the CNI plugins."""
+POD_IMAGES_DIRECTORY = "/var/lib/unbounded-agent/pod-images"
+"""The directory in the machine for archives of pods' images, until they are imported."""
 CRICTL_RELEASE = "kubernetes-sigs/cri-tools/releases/download/v{version}/crictl-v{version}-linux-{architecture}.tar.gz"
 CNI_PLUGINS_RELEASE = (
     "containernetworking/plugins/releases/download/v{version}/cni-plugins-linux-{architecture}-v{version}.tgz"
@@ -41,6 +43,8 @@ FETCH_LIMIT = 1800.0
 SIZE_LIMIT = 1 << 30
 """Bytes of one program, so that a mirror cannot fill the disk before the digest is known. The kubelet of 2026 has 60
 million."""
+IMAGES_LIMIT = 64 << 30
+"""Bytes of one archive of pods' images, which lies on the host already."""
 MISSING = (403, 404, 410)
 """Status codes by which a server says that it has no such file, or lets nobody have it."""
 
@@ -68,7 +72,11 @@ def wanted_binaries(node: NodeSettings, architecture: str) -> tuple[NodeBinary, 
             source = f"{settings.bundle}/{source.rpartition('/')[2]}"
         return NodeBinary(name, source, digest, path, archive)
 
-    return tuple(wanted(*each) for each in sorted(settings.sha256.items()))
+    images = (
+        NodeBinary(name, f"{settings.bundle}/{name}", digest, f"{POD_IMAGES_DIRECTORY}/{name}", "images")
+        for name, digest in sorted(settings.pod_images.items())
+    )
+    return (*(wanted(*each) for each in sorted(settings.sha256.items())), *images)
 
 
 def _settings_of(binary: NodeBinary) -> tuple[str, str]:
@@ -106,7 +114,7 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
     # Whatever is in the cache and is not the program is replaced, even a directory or a huge file. An error of `_copy`
     # would wrongly blame the mirror.
     with contextlib.suppress(AgentError, OSError), opening.plain(system.full_path(path)) as file:
-        if _copy(path, file, None) == binary.sha256:
+        if _copy(path, file, None, _limit(binary)) == binary.sha256:
             return path
     system.make_directory(directory)
     # Remove the temporary file of a killed attempt, and whatever is at the path itself, such as a damaged file.
@@ -124,7 +132,7 @@ def fetch(binary: NodeBinary, directory: str, system: System, limit: float = FET
                     put = "put the file there, or correct binaries.bundle"
                     raise AgentError(f"{source}: {error.strerror}", put) from error
                 with reading:
-                    digest = _copy(source, reading, file)
+                    digest = _copy(source, reading, file, _limit(binary))
             file.flush()
             os.fsync(file.fileno())
         if digest != binary.sha256:
@@ -143,7 +151,7 @@ def _download(binary: NodeBinary, file: BinaryIO, limit: float) -> str:
 
     def download() -> str:
         with _answer(binary, "GET") as answer:
-            digest = _copy(binary.source, answer, file)
+            digest = _copy(binary.source, answer, file, SIZE_LIMIT)
             # If the connection breaks, reading in chunks raises no error. `length` is the number of missing bytes.
             if answer.length:
                 raise _unreachable(binary, f"the connection broke {answer.length} bytes before the end")
@@ -183,16 +191,20 @@ def _unreachable(binary: NodeBinary, why: str) -> AgentError:
     return AgentError(f"{binary.source}: {why}", hint)
 
 
-def _copy(what: str, source: BinaryIO | http.client.HTTPResponse, file: BinaryIO | None) -> str:
+def _limit(binary: NodeBinary) -> int:
+    return IMAGES_LIMIT if binary.archive == "images" else SIZE_LIMIT
+
+
+def _copy(what: str, source: BinaryIO | http.client.HTTPResponse, file: BinaryIO | None, limit: int) -> str:
     """Return the SHA-256 digest of the data in `source`. If `file` is given, also copy the data to it.
 
-    Raises AgentError if there are more than SIZE_LIMIT bytes.
+    Raises AgentError if there are more than `limit` bytes.
     """
     digest, size = hashlib.sha256(), 0
     while chunk := source.read(CHUNK):
         size += len(chunk)
-        if size > SIZE_LIMIT:
-            more = f"{what} has more than {SIZE_LIMIT >> 20} MiB"
+        if size > limit:
+            more = f"{what} has more than {limit >> 20} MiB"
             raise AgentError(more, "check the mirror, or the files of binaries.bundle")
         digest.update(chunk)
         if file:
@@ -244,7 +256,7 @@ def put_programs(binary: NodeBinary, path: str, root: System) -> dict[str, tuple
     that it must have. Raises OSError if a file cannot be read
     or written; AgentError if the archive is damaged or too large, or does not contain the programs.
     """
-    if not binary.archive:
+    if binary.archive in ("", "images"):
         with opening.plain(path) as file:
             return {binary.path: (binary.sha256, _put(iter(partial(file.read, CHUNK), b""), binary.path, root)[1])}
     several, found, total = binary.archive == "programs", dict[str, tuple[str, int]](), 0

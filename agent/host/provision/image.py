@@ -17,7 +17,7 @@ from agent.model.errors import AgentError, CommandError, ConfigError, DocumentEr
 from agent.model.json_document import get, objects, parse_object, require_object
 from agent.model.node import NodeImage
 from agent.model.paths import PARTIAL
-from agent.model.text import sha256
+from agent.model.text import portion, sha256
 from agent.system import opening
 from agent.system.copy import clear
 from agent.system.files import System
@@ -330,7 +330,7 @@ def _reporting_size(layout: str, size: int, system: System, progress: Progress) 
                             total += system.identity(f"{directory}/{name}").size
             if total >> 20 != last:
                 last = total >> 20
-                progress(f"pulled {last} of {size >> 20} MiB")
+                progress(f"pulled {portion(total, size)}")
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

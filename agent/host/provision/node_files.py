@@ -1,6 +1,7 @@
 """Makes the files that turn a root file system into a node, apart from its programs."""
 
 import json
+import math
 import os
 import re
 import stat
@@ -14,8 +15,17 @@ from msgspec import NODEFAULT, Struct, field, to_builtins
 from msgspec.structs import fields
 
 from agent.config.checks import is_subdomain, split_taint
-from agent.config.settings import Config, ContainerdSettings, KubeletSettings, NodeSettings
+from agent.config.settings import (
+    DEFAULT_GRACE,
+    GRACE_KEYS,
+    Config,
+    ContainerdSettings,
+    KubeletSettings,
+    NodeSettings,
+    shutdown_grace,
+)
 from agent.host.plan.nspawn import own_network
+from agent.host.provision.binaries import POD_IMAGES_DIRECTORY
 from agent.host.provision.host_settings import FORWARDING, sysctl_lines
 from agent.host.state.records import MARK, Durable
 from agent.model.errors import AgentError, ConfigError
@@ -38,6 +48,7 @@ CA_FILE = "/etc/kubernetes/pki/ca.crt"
 CONFIGURATION = "/etc/kubernetes/kubelet.json"
 KUBECONFIG = "/etc/kubernetes/kubelet.conf"
 """The kubelet writes this file before it has a certificate, so the file does not prove that the node has joined."""
+CREDENTIAL_PROVIDERS = "/etc/kubernetes/credential-providers.json"
 BOOTSTRAP_KUBECONFIG = "/etc/kubernetes/bootstrap-kubelet.conf"
 TOKEN_FILE = f"{MACHINE_HANDOFF_DIRECTORY}/{TOKEN_NAME}"
 CERTIFICATE = "/var/lib/kubelet/pki/kubelet-client-current.pem"
@@ -93,7 +104,25 @@ def _kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
         "registerWithTaints": taints(kubelet),
         "rotateCertificates": True,
     }
+    if not {*GRACE_KEYS} & {*kubelet.configuration}:
+        defaults |= DEFAULT_GRACE
     return _merged(defaults, kubelet.configuration)
+
+
+def _credential_providers(kubelet: KubeletSettings) -> dict[str, Any]:
+    """Return the CredentialProviderConfig (kubelet.config.k8s.io/v1)."""
+    providers = [
+        {
+            "apiVersion": "credentialprovider.kubelet.k8s.io/v1",
+            "name": each.name,
+            "matchImages": each.match_images,
+            "defaultCacheDuration": each.cache_duration,
+            "args": each.args,
+            "env": [{"name": name, "value": value} for name, value in sorted(each.env.items())],
+        }
+        for each in kubelet.image_credential_providers
+    ]
+    return {"apiVersion": "kubelet.config.k8s.io/v1", "kind": "CredentialProviderConfig", "providers": providers}
 
 
 def _merged(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,6 +216,28 @@ SystemCallErrorNumber=EPERM
 """
 
 
+POD_IMAGES_SERVICE = f"{UNITS}/unbounded-agent-pod-images.service"
+POD_IMAGES = f"""\
+[Unit]
+Description=Import the pod images that came with this node
+After=containerd.service
+# Nothing is left to do once all are imported: containerd keeps them, and the archives are removed.
+ConditionDirectoryNotEmpty={POD_IMAGES_DIRECTORY}
+
+[Service]
+Type=oneshot
+TimeoutStartSec=1800
+ExecStart=/bin/sh -c 'cd {POD_IMAGES_DIRECTORY} && failed=0 && for archive in *.tar; do \
+    ctr --namespace=k8s.io images import "$$archive" && rm -f "$$archive" || failed=1; done; exit $$failed'
+"""
+POD_IMAGES_FIRST = """\
+[Unit]
+Wants=unbounded-agent-pod-images.service
+# If an image cannot be imported, the kubelet starts all the same, and tries to pull it.
+After=unbounded-agent-pod-images.service
+"""
+
+
 def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
     labels = {**inputs.labels, **settings.kubelet.labels}
     pairs = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
@@ -197,6 +248,14 @@ def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
         f"--hostname-override={inputs.name}",
         *([f"--node-ip={inputs.address}"] if inputs.address else []),
         *([f"--node-labels={pairs}"] if pairs else []),
+        *(
+            [
+                f"--image-credential-provider-config={CREDENTIAL_PROVIDERS}",
+                f"--image-credential-provider-bin-dir={settings.kubelet.image_credential_provider_directory}",
+            ]
+            if settings.kubelet.image_credential_providers
+            else []
+        ),
     ]
     # No argument needs quotes (systemd.syntax(7)), because none can contain blanks, `$`, `%` or backslashes.
     command = " \\\n    ".join(("kubelet", *arguments))
@@ -260,6 +319,7 @@ def containerd_files(settings: ContainerdSettings, header: str) -> tuple[NodeFil
 HOSTS = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
 """Images have no /etc/hosts, and the kubelet needs one to start pods with hostNetwork."""
 SYSCTLS = "/etc/sysctl.d/90-unbounded-agent.conf"
+LOGIND = "/etc/systemd/logind.conf.d/90-unbounded-agent.conf"
 
 
 def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tuple[NodeFile, ...]:
@@ -272,6 +332,8 @@ def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tupl
         f"{UNITS}/unbounded-agent-joined.path": JOINED_PATH,
         f"{UNITS}/unbounded-agent-joined.service": _joined_service(inputs.name),
         "/etc/hosts": HOSTS,
+        # The kubelet would otherwise raise the limit itself, and needs logind to read it again for that.
+        LOGIND: f"[Login]\nInhibitDelayMaxSec={math.ceil(shutdown_grace(settings.kubelet.configuration)) + 5}\n",
     }
     if inputs.own_network:
         # The parameters belong to a network. If the machine uses the host's, the host's own file sets them.
@@ -283,6 +345,11 @@ def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tupl
         *containerd_files(settings.containerd, header),
         *(NodeFile(path, (header + text).encode()) for path, text in texts.items()),
     ]
+    if settings.kubelet.image_credential_providers:
+        files.append(NodeFile(CREDENTIAL_PROVIDERS, json_for_yaml(_credential_providers(settings.kubelet)), 0o600))
+    if settings.binaries and settings.binaries.pod_images:
+        units = {POD_IMAGES_SERVICE: POD_IMAGES, f"{UNITS}/kubelet.service.d/50-pod-images.conf": POD_IMAGES_FIRST}
+        files += [NodeFile(path, (header + text).encode()) for path, text in units.items()]
     return tuple(sorted(files, key=lambda file: file.path))
 
 

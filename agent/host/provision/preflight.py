@@ -10,6 +10,8 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from agent.config.settings import Config, MachineSettings, NodeSettings
 from agent.host.observe.host import RESOLV_CONF, UPLINK, dns_servers
 from agent.host.observe.machine import observe_units
@@ -19,7 +21,7 @@ from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_name
 from agent.host.provision.image import UNPACKED
 from agent.host.provision.node_files import NETWORK_WANTED, NodeRecord, cluster_ca, node_names, read_token
 from agent.host.provision.plan import made_nodes, observe_node
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import Absent, Facts, Unseen
 from agent.model.node import Check, NodeBinary
 from agent.model.paths import MACHINE_ROOTS
@@ -46,6 +48,21 @@ PROGRAMS = {
     "mount": "mount",
 }
 """Programs that `up` needs, each with the package of Debian and Ubuntu that contains it."""
+
+
+CHECKS = (
+    *("binaries", "ca_file", "cgroups", "clock", "disk", "dns", "driver", "former nodes", "host settings", "image"),
+    *("kubelet", "labels", "network", "node", "nspawn", "programs", "root", "server", "sysctls", "systemd", "token"),
+)
+"""The names of all checks."""
+
+
+def without(ignored: Sequence[str], checks: Sequence[Check]) -> tuple[Check, ...]:
+    """Return the checks, of which those with an ignored name need not pass. Raises ConfigError for a name of none."""
+    if unknown := sorted({*ignored} - {*CHECKS}):
+        names = ", ".join(CHECKS)
+        raise ConfigError(f"--ignore: there is no check {', '.join(map(ascii, unknown))}", f"the checks are: {names}")
+    return tuple(replace(check, required=check.required and check.name not in ignored) for check in checks)
 
 
 def checked(name: str, check: Callable[[], str], machine: str = "") -> Check:

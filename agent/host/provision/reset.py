@@ -87,6 +87,17 @@ def reset(
     return Ending(node, tuple(done), differences, remarks, host.others)
 
 
+def reset_steps(machine: str, system: System, network: NetworkSource) -> tuple[plan.NodeStep, ...]:
+    """Return the steps that `reset` would perform, without the removal of the agent's files. Changes nothing.
+
+    Raises AgentError if `reset` must not remove what is there.
+    """
+    facts, host, unit = plan.observe_node(machine, system), _host(machine, system), machine_unit(machine)
+    removal = plan.plan_removal(facts, observe_units([unit], system)[unit].unit_state)
+    restoration = plan.plan_restoration(host, _leftovers(network, system))
+    return (*removal, *restoration, *plan.plan_forgetting(machine, host))
+
+
 def _host(machine: str, system: System) -> plan.HostFacts:
     """Return the host's facts without its network. The record in `found` has only what can still be restored."""
     found, others = plan.observe_found(system), tuple(name for name in plan.made_nodes(system) if name != machine)

@@ -175,6 +175,9 @@ sha256 = {{ {sha256} }}
 
 [machines.{machine}.node.kubelet]
 configuration = {{ port = {self.kubelet_port}, nodeStatusUpdateFrequency = "2s" }}
+# A kubelet with a configuration or a program that it does not accept would not start.
+image_credential_providers = [{{ name = "true", match_images = ["*.private.invalid"], args = ["a"], env.B = "c" }}]
+image_credential_provider_directory = "/usr/bin"
 
 [machines.{machine}.node.containerd]
 sandbox_image = "{PAUSE}"

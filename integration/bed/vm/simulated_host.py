@@ -4,7 +4,7 @@ import errno
 import json
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from integration.bed.cache import step
@@ -18,6 +18,7 @@ from integration.bed.vm.qemu import Qemu
 
 # An emulated machine is slow, and slower still next to a build on the same two cores.
 BOOT_SECONDS = 300.0
+REBOOT = ("systemctl", "--no-block", "reboot")
 SNAPSHOTS = "snapshots.json"
 """A file of a saved host. It has, for each snapshot, the hot-plug ports that hold a GPU."""
 
@@ -92,12 +93,12 @@ class SimulatedHost(Lifetime):
         journal = self.guest.run(["journalctl", "-b", "--no-pager", "-n", "30", *(f"-u{unit}" for unit in units)])
         raise GuestError(f"the simulated host is {state!r}; failed units: {units}\n{journal.stdout}")
 
-    def reboot(self, timeout: float = BOOT_SECONDS, may_fail: str = "") -> None:
+    def reboot(self, timeout: float = BOOT_SECONDS, may_fail: str = "", command: Sequence[str] = REBOOT) -> None:
         """Restart the guest through its own systemd, and wait until it is up again, as `wait` does."""
         before = self._boot_id()
         # Not run(): its query of the command's status could reach the guest agent of the next boot, which would not
         # know the command.
-        self.guest.start(["systemctl", "--no-block", "reboot"])
+        self.guest.start(list(command))
         self._wait_for_next_boot(before, timeout, may_fail)
 
     def cut_power(self) -> None:

@@ -5,6 +5,7 @@ One test starts containerd; its unit is simulated.
 """
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from agent.host.provision.binaries import POD_IMAGES_DIRECTORY
+from agent.host.provision.node_files import POD_IMAGES_SERVICE, NodeInputs, node_files
 from agent.machine.containerd import check_active, configure_vendor
 from agent.machine.notes import Context
 from agent.machine.vendors import VENDORS
@@ -25,8 +28,11 @@ from agent.model.handoff import Handoff
 from agent.system.files import System
 from agent.system.process import Completed, host_runner
 from integration.bed.machine.containerds import debian_root, upstream_root
+from integration.bed.machine.pod_images import PAUSE, pod_images
 from integration.bed.process import run
 from integration.bed.waiting import wait
+from tests.fakes.node_settings import node_settings
+from tests.fakes.programs import program
 
 pytestmark = pytest.mark.scenario("002")
 
@@ -105,6 +111,8 @@ USER_VALUES = {
     "/opt/user/bin/crun", "/opt/user/opt", "/opt/user/cdi", "run.oci.handler", "/run/user-runc",
 }  # fmt: skip
 MIRRORS = f'[{CRI_2}.registry.mirrors."docker.io"]\nendpoint = ["https://mirror.example"]\n'
+
+BUNDLE = {"bundle": "/srv/bundle", "sha256": {}, "pod_images": {"pause.tar": "0" * 64}}
 
 Files = dict[str, str]
 
@@ -415,6 +423,26 @@ def test_unusable_files_are_named_and_left_alone(
     assert texts(expect_configured(machine)) >= USER_VALUES
     if settled:
         assert machine.files()[DROP_IN] == before[DROP_IN]
+
+
+@pytest.mark.scenario("003")
+def test_pod_images_of_a_bundle_are_imported_before_the_kubelet(machine: ContainerdMachine, tmp_path: Path) -> None:
+    """By the command of the unit that `up` writes. An archive that is no image stays, and fails the unit only."""
+    machine.reset({f"{POD_IMAGES_DIRECTORY}/broken.tar": "no archive"})
+    images = machine.root / POD_IMAGES_DIRECTORY[1:]
+    shutil.copy(pod_images() / "pause.tar", images / "pause.tar")
+    service = node_files("gpu", node_settings(binaries=BUNDLE), NodeInputs("gpu-1", "", b""))
+    (unit,) = [file.content.decode() for file in service if file.path == POD_IMAGES_SERVICE]
+    script = unit.replace("\\\n", "").replace("$$", "$").partition("ExecStart=/bin/sh -c '")[2].partition("'")[0]
+    # These roots have no shell.
+    ctr = f'exec chroot {machine.root} ctr "$1" "$2" "$3" "{POD_IMAGES_DIRECTORY}/$4"'
+    program(tmp_path / "ctr", ctr)
+    argv = ["sh", "-c", script.replace(POD_IMAGES_DIRECTORY, str(images))]
+    with machine.running():
+        finished = subprocess.run(argv, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=False)
+        assert PAUSE in machine.tool("ctr", "--namespace=k8s.io", "images", "list", "--quiet").split()
+    assert finished.returncode == 1
+    assert [each.name for each in images.iterdir()] == ["broken.tar"]
 
 
 @pytest.mark.scenario("004")

@@ -1,11 +1,13 @@
 """One command makes a node of an empty host, and one command takes it off again."""
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from agent.model.paths import machine_unit
+from integration.bed.cluster.cluster import pod
 from integration.bed.cluster.empty_host import NODE, TOKEN, EmptyHost, pod_network
 from integration.bed.debian import SUITE
 from integration.bed.machine.node import MACHINE, Node
@@ -99,6 +101,49 @@ def test_up_again_changes_nothing(empty_host: EmptyHost) -> None:
     assert result["machines"][MACHINE]["node"] == NODE
     assert result["machines"][MACHINE]["ready"] == "True"
     assert changed(empty_host, before) == ([], [])
+
+
+def test_a_stop_of_the_machine_ends_its_pods_through_the_kubelet(
+    empty_host: EmptyHost, measured: Callable[[str, object], None]
+) -> None:
+    """The kubelet's graceful node shutdown: preStop hooks run, and the API server learns why the pod has ended."""
+    ended = "/var/lib/machines/gpu-node/var/log/ended"
+    script = "trap 'echo SIGTERM >>/ended/by; exit 0' TERM; while :; do sleep 1; done"
+    works = pod("works", "sh", "-c", script, pull="IfNotPresent")
+    (container,) = works["spec"]["containers"]
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", "echo preStop >>/ended/by"]}}}
+    container["volumeMounts"] = [{"name": "ended", "mountPath": "/ended"}]
+    host_path = {"path": "/var/log/ended", "type": "DirectoryOrCreate"}
+    works["spec"] |= {"terminationGracePeriodSeconds": 20, "volumes": [{"name": "ended", "hostPath": host_path}]}
+    empty_host.apply(works)
+    empty_host.wait("the pod runs", lambda: empty_host.get("pod", "works")["status"]["phase"] == "Running")
+    unit, before = machine_unit(MACHINE), time.monotonic()
+    empty_host.guest.run(["systemctl", "stop", unit], timeout=400)
+    measured("seconds to stop", f"{time.monotonic() - before:.0f}")
+    assert empty_host.guest.read(f"{ended}/by").decode().split() == ["preStop", "SIGTERM"]
+    status = empty_host.get("pod", "works")["status"]
+    measured("the pod's status", f"{status['phase']} {status.get('reason')}: {status.get('message')}")
+    assert status["reason"] == "Terminated"
+    assert "node shutdown" in status["message"]
+    empty_host.kubectl("delete", "pod", "works")
+    empty_host.guest.run(["systemctl", "start", unit], timeout=400)
+    empty_host.wait("the node is Ready", empty_host.nodes_are_ready)
+
+
+def test_the_reboot_of_kured_restarts_only_the_machine(empty_host: EmptyHost) -> None:
+    """kured runs this command from a privileged pod. The host and its kernel run on (docs/runbooks.md)."""
+    host = ["cat", "/proc/sys/kernel/random/boot_id"]
+    machine = ["systemctl", "show", "--property=InvocationID", "--value", machine_unit(MACHINE)]
+    run = empty_host.guest.run
+    before, invocation = run(host).stdout, run(machine).stdout
+    reboots = pod("reboots", "nsenter", "-m/proc/1/ns/mnt", "--", "/bin/systemctl", "reboot", pull="IfNotPresent")
+    reboots["spec"]["hostPID"] = True
+    reboots["spec"]["containers"][0]["securityContext"] = {"privileged": True}
+    empty_host.apply(reboots)
+    empty_host.wait("the machine started again", lambda: run(machine).stdout not in (invocation, "\n"))
+    empty_host.wait("the node is Ready", empty_host.nodes_are_ready)
+    assert run(host).stdout == before
+    empty_host.kubectl("delete", "pod", "reboots", "--force", "--grace-period=0")
 
 
 def test_reset_leaves_the_host_as_it_was(empty_host: EmptyHost, found: set[str]) -> None:

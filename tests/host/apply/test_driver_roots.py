@@ -46,6 +46,22 @@ class Upgrading(Host):
         Path(self.full_path(SOURCE)).write_text("LIBRARY")
 
 
+def test_the_copying_says_how_far_it_is(host: Host) -> None:
+    """Four times at most, however many files there are; the other calls are signs of life."""
+    files = []
+    for number in range(8):
+        host.file(f"{SOURCE}{number}", "x" * (1 << 20))
+        seen = host.identity(f"{SOURCE}{number}")
+        files.append(library(f"lib{number}.so", f"{SOURCE}{number}", size=1 << 20, mtime_ns=seen.mtime_ns))
+    told: list[str] = []
+    stage(StagedRoot(0, "nvidia", VERSION, tuple(files)), host, told.append)
+    assert [each for each in told if each] == [
+        f"driver {VERSION}: staged {done} of 8 MiB ({percent} %)"
+        for done, percent in ((2, 25), (4, 50), (6, 75), (8, 100))
+    ]
+    assert told.count("") >= 4
+
+
 def test_a_file_of_another_size_or_time_is_not_copied(host: Host) -> None:
     host.file(SOURCE, "library")
     seen = host.identity(SOURCE)

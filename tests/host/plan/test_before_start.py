@@ -1,26 +1,30 @@
-"""A machine's unit prepares each start by itself: its shell scripts, run by a real shell, without the agent."""
+"""A machine's unit prepares each start and stop by itself: its scripts, run by a real shell, without the agent."""
 
 import fcntl
 import os
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from agent.config.settings import MachineSettings, NspawnSettings
-from agent.host.plan.nspawn import render_drop_in, render_nspawn
+from agent.host.plan.nspawn import STOP_ANSWER, render_drop_in, render_nspawn
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import DeviceNode, ServiceDirectory
 from agent.model.paths import (
     HOST_NVIDIA,
     PASS_LOCK,
+    STOPPING_NAME,
     handoff_directory,
     nspawn_file,
     report_directory,
     started_drop_in,
     started_nspawn,
+    stop_mark,
     unit_drop_in,
 )
 
@@ -30,14 +34,14 @@ PLACES = ("/etc/systemd", "/run/unbounded-agent", "/var/lib/unbounded-agent")
 pytestmark = pytest.mark.processes
 
 
-def scripts(root: Path) -> list[str]:
+def scripts(root: Path, key: str = "ExecStartPre") -> list[str]:
     """Return the scripts as systemd gives them to the shell (systemd.syntax(7), systemd.service(5)), below `root`."""
     drop_in = render_drop_in(MACHINE, MachineSettings(), ()).decode()
-    lines = [line for line in drop_in.replace("\\\n", " ").splitlines() if line.startswith("ExecStartPre=")]
+    lines = [line for line in drop_in.replace("\\\n", " ").splitlines() if line.startswith(f"{key}=")]
     found = []
     for line in lines:
         command, quoted, end = line.split("'")
-        assert (command, end) == ("ExecStartPre=-+/bin/sh -c ", "")
+        assert (command, end) == (f"{key}=-+/bin/sh -c ", "")
         text = quoted.replace("\\\\", "\\").replace("%%", "%").replace("$$", "$")
         for place in PLACES:
             text = text.replace(place, f"{root}{place}")
@@ -56,6 +60,35 @@ def start(root: Path) -> None:
         subprocess.run(
             ["/bin/sh", "-c", script], env={"PATH": f"{programs}:{os.environ['PATH']}"}, check=False, timeout=600
         )
+
+
+@contextmanager
+def killed(argv: list[str], environment: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield the process, which is killed at the end."""
+    with subprocess.Popen(argv, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def stopping(root: Path, main: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield the running script of a stop. `main` is the process ID of systemd-nspawn. A second takes 20 ms."""
+    programs = root / "programs"
+    programs.mkdir(exist_ok=True)
+    (programs / "sleep").write_text(f"#!/bin/sh\necho x >>{root}/seconds\nexec /bin/sleep 0.02\n")
+    (programs / "sleep").chmod(0o755)
+    for directory in (handoff_directory(MACHINE), report_directory(MACHINE)):
+        (root / directory[1:]).mkdir(parents=True, exist_ok=True)
+    (script,) = scripts(root, "ExecStop")
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "MAINPID": main}
+    with killed(["/bin/sh", "-c", script], environment) as process:
+        yield process
+
+
+def seconds(root: Path) -> int:
+    return len((root / "seconds").read_text().split()) if (root / "seconds").exists() else 0
 
 
 def settings(root: Path, *sources: str, theirs: tuple[str, ...] = ()) -> bytes:
@@ -154,3 +187,49 @@ def test_a_lock_that_cannot_be_opened_stops_nothing(tmp_path: Path) -> None:
     settings(tmp_path, "/dev/nvidia0")
     start(tmp_path)
     assert b"#missing:" in written(tmp_path)
+
+
+def test_a_stop_waits_while_the_machine_shuts_itself_down(tmp_path: Path) -> None:
+    """It ends with systemd-nspawn, or when the machine half says that the shutdown was refused."""
+    mark, answer = tmp_path / stop_mark(MACHINE)[1:], tmp_path / report_directory(MACHINE)[1:] / STOPPING_NAME
+    for ended in ("the machine", "the answer"):
+        with killed(["/bin/sleep", "600"]) as main, stopping(tmp_path, str(main.pid)) as stop:
+            answer.symlink_to(".")
+            before = seconds(tmp_path)
+            while seconds(tmp_path) < before + 2 * STOP_ANSWER and stop.poll() is None:
+                time.sleep(0.01)
+            assert stop.poll() is None
+            assert mark.is_dir()
+            if ended == "the machine":
+                main.kill()
+                main.wait()
+            else:
+                answer.unlink()
+            assert stop.wait(60) == 0
+        answer.unlink(missing_ok=True)
+        start(tmp_path)
+        assert not mark.exists(), "it would shut down the machine that starts"
+
+
+def test_a_machine_that_does_not_answer_is_stopped_as_without_the_agent(tmp_path: Path) -> None:
+    """One without the machine half, or with an older one."""
+    with stopping(tmp_path, str(os.getpid())) as stop:
+        assert stop.wait(60) == 0
+    assert seconds(tmp_path) == STOP_ANSWER
+
+
+def test_a_stop_follows_no_link_of_the_machine(tmp_path: Path) -> None:
+    """Root in the machine can write to the handoff."""
+    mark = tmp_path / stop_mark(MACHINE)[1:]
+    mark.parent.mkdir(parents=True)
+    mark.symlink_to(tmp_path / "elsewhere")
+    with stopping(tmp_path, str(os.getpid())) as stop:
+        assert stop.wait(60) == 0
+    assert not (tmp_path / "elsewhere").exists()
+    assert seconds(tmp_path) == 0
+
+
+def test_a_machine_that_has_ended_by_itself_is_not_asked(tmp_path: Path) -> None:
+    with stopping(tmp_path, "") as stop:
+        assert stop.wait(60) == 0
+    assert not (tmp_path / stop_mark(MACHINE)[1:]).exists()

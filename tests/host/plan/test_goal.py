@@ -12,7 +12,16 @@ from msgspec.structs import replace
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.diff import diff
 from agent.host.plan.goal import plan, select
-from agent.host.plan.nspawn import CONFIGURED, SYS_MODULE, before_start, bindable, escape, fixed_lines, quote
+from agent.host.plan.nspawn import (
+    CONFIGURED,
+    SYS_MODULE,
+    before_start,
+    before_stop,
+    bindable,
+    escape,
+    fixed_lines,
+    quote,
+)
 from agent.host.vendors import HOST_VENDORS
 from agent.model.device import DeviceKind
 from agent.model.facts import Absent, Broken, DeviceAllow, Facts, FileState, LiveSettings, Unseen, VendorFacts
@@ -86,7 +95,7 @@ def test_lines_that_only_prepare_a_start_or_a_stop_need_no_restart() -> None:
     lines = drop_in.decode().split("\n")
     kept = [line for line in lines if not line.startswith(("#", "TimeoutStopSec=", "After=", "DeviceAllow="))]
     shorter = "\n".join(kept).encode()
-    for line in before_start("gpu-node"):
+    for line in (*before_start("gpu-node"), *before_stop("gpu-node")):
         shorter = shorter.replace(f"{line}\n".encode(), b"")
     assert len(shorter) < len(drop_in) / 2
     assert fixed_lines(older, shorter) == fixed_lines(nspawn, drop_in)

@@ -302,7 +302,7 @@ def test_a_root_file_system_appears_at_once(system: System, tools: Tools, monkey
         ("sync", "--file-system", partial),
     ]
     assert tools.modes == [0o700], "programs in it may be setuid and vulnerable"
-    assert told == ["pulled 2 of 3 MiB", f"unpacking {PINNED}"]
+    assert told == ["pulled 2 of 3 MiB (66 %)", f"unpacking {PINNED}"]
     with pytest.raises(AgentError, match="exists already"):
         unpack(NODES, IMAGE, ROOT, system)
 

@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.host.provision.node_files import BOOTSTRAP_KUBECONFIG, CONFIGURATION, UNITS, NodeInputs, node_files
+from agent.config.settings import DEFAULT_GRACE, GRACE_KEYS, MachineSettings, shutdown_grace
+from agent.host.plan.nspawn import stop_limit
+from agent.host.provision.node_files import (
+    BOOTSTRAP_KUBECONFIG,
+    CONFIGURATION,
+    CREDENTIAL_PROVIDERS,
+    LOGIND,
+    POD_IMAGES_SERVICE,
+    UNITS,
+    NodeInputs,
+    node_files,
+)
 from agent.host.provision.node_files import MAIN as CONTAINERD
 from agent.machine.containerd_tables import CRI_2, Configuration, problems, render
 from agent.model.node import NodeFile
@@ -20,6 +31,7 @@ from tests.fakes.golden import expect_golden
 from tests.fakes.node_settings import CA, node_settings
 
 INPUTS = NodeInputs("gpu-1", "10.0.0.7", CA, labels={"a": "the settings' value counts"})
+COMMAND = f"{UNITS}/kubelet.service.d/99-unbounded-agent.conf"
 OWN = NodeInputs("gpu-1", "", CA, own_network=True)
 
 
@@ -131,3 +143,114 @@ def test_the_machine_half_keeps_every_setting_of_containerd() -> None:
     cri = drop_in["plugins"][CRI_2]
     assert cri["cni"]["bin_dir"] == "/opt/cni/bin"
     assert cri["containerd"]["runtimes"]["gpu"]["options"] == {"SystemdCgroup": True, "BinaryName": handler.binary}
+
+
+PROVIDER = {
+    "name": "ecr-credential-provider",
+    "match_images": ["*.dkr.ecr.*.amazonaws.com", "registry.example.com:5000/a"],
+}
+
+
+def test_the_kubelet_asks_credential_providers() -> None:
+    """By the format of kubelet.config.k8s.io/v1. Without providers, there are neither file nor arguments."""
+    files = made(kubelet={"image_credential_providers": [{**PROVIDER, "args": ["get"], "env": {"B": "2", "A": "1"}}]})
+    file = files[CREDENTIAL_PROVIDERS]
+    (provider,) = (document := json.loads(file.content)).pop("providers")
+    assert document == {"apiVersion": "kubelet.config.k8s.io/v1", "kind": "CredentialProviderConfig"}
+    assert provider == {
+        "apiVersion": "credentialprovider.kubelet.k8s.io/v1",
+        "name": PROVIDER["name"],
+        "matchImages": PROVIDER["match_images"],
+        "defaultCacheDuration": "12h",
+        "args": ["get"],
+        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
+    }
+    assert file.mode == 0o600
+    command = files[COMMAND].content.decode()
+    assert f" --image-credential-provider-config={CREDENTIAL_PROVIDERS} " in command
+    assert command.endswith(" --image-credential-provider-bin-dir=/usr/local/bin\n")
+    assert CREDENTIAL_PROVIDERS not in made()
+    assert "credential" not in made()[COMMAND].content.decode()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": "../evil"},
+        {"name": ".."},
+        {"name": ""},
+        {"match_images": []},
+        {"match_images": ["https://registry.example.com"]},
+        {"match_images": ["registry.example.com/*"]},
+        {"match_images": [""]},
+        {"cache_duration": "12"},
+        {"cache_duration": "-1h"},
+        {"env": {"A=B": "c"}},
+        {"args": ["a\nb"]},
+        {"api_version": "v1"},
+    ],
+)
+def test_what_no_kubelet_would_accept_is_refused(wrong: dict[str, object]) -> None:
+    """A kubelet with such a provider would not start."""
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        node_settings(kubelet={"image_credential_providers": [{**PROVIDER, **wrong}]})
+    with pytest.raises(ValueError, match="ecr-credential-provider appears twice"):
+        node_settings(kubelet={"image_credential_providers": [PROVIDER, PROVIDER]})
+    with pytest.raises(ValueError, match="image_credential_provider_directory"):
+        node_settings(kubelet={"image_credential_provider_directory": "/opt/a b"})
+
+
+def test_pod_images_are_imported_before_the_kubelet_starts() -> None:
+    """But the kubelet starts whatever happens to them. A node without any has no such unit."""
+    binaries = {"bundle": "/srv", "sha256": {}, "pod_images": {"pause.tar": "0" * 64}}
+    files = made(binaries=binaries)
+    drop_in = files[f"{UNITS}/kubelet.service.d/50-pod-images.conf"].content.decode()
+    assert "\nWants=unbounded-agent-pod-images.service\n" in drop_in
+    assert "\nAfter=unbounded-agent-pod-images.service\n" in drop_in
+    assert "\nTimeoutStartSec=1800\n" in files[POD_IMAGES_SERVICE].content.decode()
+    assert POD_IMAGES_SERVICE not in made()
+    with pytest.raises(ValueError, match="pod_images needs bundle"):
+        node_settings(binaries={"sha256": {}, "pod_images": {"pause.tar": "0" * 64}})
+    with pytest.raises(ValueError, match=r"pause\.img"):
+        node_settings(binaries={**binaries, "pod_images": {"pause.img": "0" * 64}})
+
+
+@pytest.mark.parametrize(
+    ("configuration", "seconds"),
+    [
+        ({}, 40),
+        ({"maxPods": 3}, 40),
+        ({"shutdownGracePeriod": "1h1m1.5s"}, 3661.5),
+        ({"shutdownGracePeriod": "500ms", "shutdownGracePeriodCriticalPods": "0s"}, 0.5),
+        ({"shutdownGracePeriodCriticalPods": "10s"}, 0),
+        ({"shutdownGracePeriod": "0"}, 0),
+        ({"shutdownGracePeriod": 7}, 0),
+        (
+            {
+                "shutdownGracePeriodByPodPriority": [
+                    {"priority": 0, "shutdownGracePeriodSeconds": 600},
+                    {"priority": 10000, "shutdownGracePeriodSeconds": 60},
+                ]
+            },
+            660,
+        ),
+        ({"shutdownGracePeriodByPodPriority": ["x", {"shutdownGracePeriodSeconds": "x"}]}, 0),
+    ],
+)
+def test_limits_of_a_shutdown_exceed_what_the_kubelet_gives_its_pods(
+    configuration: dict[str, Any], seconds: float
+) -> None:
+    """Those of logind in the machine and of the machine's unit on the host. Own fields are not mixed with ours."""
+    assert shutdown_grace(configuration) == seconds
+    (line,) = made(kubelet={"configuration": configuration})[LOGIND].content.decode().splitlines()[-1:]
+    assert int(line.removeprefix("InhibitDelayMaxSec=")) >= seconds + 5
+    found = kubelet_configuration(kubelet={"configuration": configuration})
+    ours = {} if {*GRACE_KEYS} & {*configuration} else DEFAULT_GRACE
+    assert {key: found[key] for key in GRACE_KEYS if key in found} == {
+        **ours,
+        **{key: value for key, value in configuration.items() if key in GRACE_KEYS},
+    }
+    machine = MachineSettings(node=node_settings(kubelet={"configuration": configuration}))
+    assert stop_limit(machine) >= seconds + 120
+    # After logind's wait, systemd in the machine ends everything else within 90 s.
+    assert stop_limit(machine) > int(line.removeprefix("InhibitDelayMaxSec=")) + 90
