@@ -145,10 +145,10 @@ class Command:
 
         `function` is MODULE:NAME in agent.cli: a function of the parsed options and a reconciler that returns the exit
         code; `failed` is the code after an error. `summary` is the command's line in the list of commands, which has no
-        `hidden` ones: only units run these. The help has the summary too, followed by `text`. `root` commands need root rights; the others work as any user.
-        Of a list of arguments, only one may be given. The journal gets a record of a command that `changes` the host,
-        or that saves the configuration. Only a command that `downloads` may run tools of the host that use a proxy, and
-        write large files.
+        `hidden` ones: only units run these. The help has the summary too, followed by `text`. `root` commands need root
+        rights; the others work as any user. Of a list of arguments, only one may be given. The journal gets a record of
+        a command that `changes` the host, or that saves the configuration. Only a command that `downloads` may run
+        tools of the host that use a proxy, and write large files.
         """
         self.function, self.summary, self.codes, self.arguments = function, summary, codes, arguments
         self.failed = failed
