@@ -68,7 +68,7 @@ FAILURES: dict[str, tuple[str, tuple[Edit, ...]]] = {
         "it gave no sign of life, and the watchdog ended it",
         (
             SHORT_WATCHDOG,
-            (LOOP, WORK, "    def next_pass(self):\n        while True: pass\n\n    def former(self)"),
+            (LOOP, WORK, f"{WORK}:\n        while True: pass\n\n    def former(self)"),
             (
                 SETTINGS,
                 "    address: Annotated[str, ADDRESS,",
@@ -81,10 +81,7 @@ FAILURES: dict[str, tuple[str, tuple[Edit, ...]]] = {
         ((f"{CODE}/host/reconcile.py", PASS, f"        {{}}['no such machine']\n{PASS}"),),
     ),
     "1.4": ("systemd could not run it (203)", ((UNIT, "ExecStart=/usr/bin/unbounded-agent", "ExecStart=/usr/bin/no"),)),
-    "1.5": (
-        "it crashed (SEGV)",
-        ((LOOP, WORK, f"    def x(self): os.kill(os.getpid(), 11)\n    next_pass = x\n{WORK[:-4]}2"),),
-    ),
+    "1.5": ("it crashed (SEGV)", ((LOOP, WORK, f"{WORK}:\n        os.kill(os.getpid(), 11)\n\n    def former(self)"),)),
 }
 """Releases that fail: what is said of them, and what is wrong with them."""
 PLACE = "/usr/lib/unbounded-agent"
