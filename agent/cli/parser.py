@@ -35,6 +35,8 @@ CODES = {
     1: "failed",
     3: "a machine is not ready (status --check, --wait), a GPU not tested",
     4: "status --check or --wait: whether a machine is ready is unknown",
+    70: "an internal error after an upgrade (run)",
+    75: "the service cannot start (run)",
     130: "interrupted",
 }
 """Exit codes of the whole program."""
