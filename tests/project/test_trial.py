@@ -6,6 +6,7 @@ integration/tests/node/test_package.py runs it with systemd and dpkg.
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,7 +152,7 @@ def test_nothing_is_copied_while_the_release_is_kept(host: Host) -> None:
     assert (host.root / PLACE / MODULE).stat().st_ino == (host.root / FORMER / MODULE).stat().st_ino
 
 
-NO_TRIAL = {
+NO_TRIAL: dict[str, Callable[[Host], object]] = {
     "a downgrade": lambda host: host.unpack("0.9"),
     "the same release again": lambda host: host.unpack("1.0"),
     "the service does not run": lambda host: setattr(host, "active", "inactive"),

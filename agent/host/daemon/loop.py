@@ -417,7 +417,7 @@ class Daemon:
             view.why_stale = f"the last pass failed: {made.why}"
             self._event_log.ended((view.why_stale,), made.unexpected)
         # What machines report may also cause errors, but in the first pass the former release has just read the same.
-        faults = [each.fault for each in view.outcome.machines] if view.outcome and not self._passes else []
+        faults = [] if made.error or self._passes else [each.fault for each in view.outcome.machines]
         if made.unexpected or (faults and all(faults)):
             with self._event_log.guarded(f"look for {TRIAL}"):
                 self.failed_trial = self._system.exists(TRIAL)

@@ -100,11 +100,10 @@ def test_a_release_that_fails_gives_way_to_the_former_one(ready: Bed, tmp_path: 
     """The machine and dpkg notice nothing of it, and the next release is installed as usual."""
     replace_by_package(ready)
     ready.wait_served()
-    before = ready.starts()
+    before, configuration = ready.starts(), ready.guest.read("/etc/unbounded-agent/config.toml")
     for version, (why, edits) in FAILURES.items():
         if version == "1.2":
             # A key that only this release knows.
-            configuration = ready.guest.read("/etc/unbounded-agent/config.toml")
             ready.guest.write("/etc/unbounded-agent/config.toml", configuration + b'[metrics]\nnew = "x"\n')
         install(ready, release(tmp_path, version, *edits))
         wait(f"{version} has failed", lambda: link(ready) == "former/host", 400, ready.evidence)
@@ -115,6 +114,7 @@ def test_a_release_that_fails_gives_way_to_the_former_one(ready: Bed, tmp_path: 
         assert told.strip() in ready.agent("status").stderr
         assert told.strip() in ready.agent("doctor", check=False).stdout
         assert told.strip() in ready.run("journalctl", "--no-pager", "-p", "err", "-u", AGENT).stdout
+        assert why in ready.run("journalctl", "-u", AGENT, "--no-pager", "-n", "200").stdout
         assert "\nunbounded_agent_went_back 1.0\n" in pages.get(ready.guest, "/metrics").body
         rejected = version == "1.2"
         reloaded = f"unbounded_agent_config_last_reload_successful {0.0 if rejected else 1.0}\n"
@@ -139,7 +139,7 @@ def test_a_release_that_fails_gives_way_to_the_former_one(ready: Bed, tmp_path: 
     assert link(ready) == "host"
     wait(
         "the trial is over",
-        lambda: ready.run("test", "-e", f"{PLACE}/former", check=False).code != 0,
+        lambda: ready.run("test", "-e", f"{PLACE}/former", check=False).status,
         300,
         ready.evidence,
     )
