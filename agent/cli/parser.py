@@ -434,7 +434,7 @@ COMMANDS = {
         examples=("sudo systemctl start unbounded-agent",),
         codes={
             0: "stopped by a signal",
-            70: "an internal error in a pass after an upgrade, see docs/upgrade.md",
+            70: "an internal error after an upgrade",
             75: "cannot start, for example because the service already runs",
         },
         # Not 1, which is Python's for an error that nobody handles: only that ends the trial of a release.

@@ -85,7 +85,7 @@ TEXTS = {
     "driver_info": "Constant 1, with the versions of a driver's module and libraries; empty if unknown.",
     "driver_version_mismatch": "1 if the loaded module and the libraries have different versions: reload or reboot "
     "needed.",
-    "went_back": "1 if the release that was installed last failed, so that the former one runs again.",
+    "went_back": "1 if the newest release failed, and the former one runs.",
     "driver_roots": "Driver roots on disk.",
     "driver_root_bytes": "Total size of the files in all driver roots.",
     "state_free_bytes": "Free space in the file system of /var/lib/unbounded-agent.",
