@@ -187,8 +187,7 @@ OWN = {
     "a segmentation fault": ("signal", "SEGV"),
     "an abort with a core dump": ("core-dump", "ABRT"),
     "the watchdog": ("watchdog", "ABRT"),
-    "it hangs before its first pass": ("timeout", "0"),
-    "it hangs while it is imported": ("timeout", "TERM"),
+    "it hangs before its first pass": ("timeout", "ABRT"),
     "it ends before it is ready": ("protocol", "0"),
 }
 
@@ -226,6 +225,7 @@ FOREIGN = {
     "a GPU's driver blocks it in the kernel": ("watchdog", "KILL"),
     "a GPU's driver blocks it for good": ("watchdog", ""),
     "a disk blocks its start": ("timeout", "KILL"),
+    "a disk blocks its end": ("timeout", "TERM"),
     "a command of ExecStartPre hangs": ("timeout", ""),
     "a disk fails under its program": ("signal", "BUS"),
     "systemd has no resources": ("resources", ""),
@@ -243,8 +243,8 @@ def test_nobody_else_ends_a_trial(upgraded: Host, what: str) -> None:
 def test_a_start_that_waits_for_a_cluster_or_a_bus_ends_no_trial(upgraded: Host) -> None:
     """A pass has ended, and the service says what is in its way."""
     upgraded.write(f"{RUN}/service.json", '{"unfinished": "the system bus does not answer"}')
-    assert upgraded.ended("timeout", "0") == "1.1"
-    assert upgraded.ended("timeout", "0") == "1.0", "what the last run wrote says nothing of this one"
+    assert upgraded.ended("timeout", "ABRT") == "1.1"
+    assert upgraded.ended("timeout", "ABRT") == "1.0", "what the last run wrote says nothing of this one"
 
 
 def test_what_an_administrator_added_to_the_unit_ends_no_trial(upgraded: Host) -> None:
