@@ -316,6 +316,14 @@ def test_the_next_release_is_tried_against_the_one_that_runs(upgraded: Host) -> 
     assert upgraded.ended("exit-code", "1") == "1.0"
 
 
+def test_a_package_that_is_configured_again_changes_nothing(upgraded: Host) -> None:
+    upgraded.ended("exit-code", "1")
+    before = upgraded.put()
+    upgraded.trial("begin")
+    assert (upgraded.runs, upgraded.put(), upgraded.on_trial) == ("1.0", before, False)
+    assert upgraded.exists(f"{FORMER}/went-back")
+
+
 def test_a_downgrade_to_the_release_that_runs_is_the_end_of_it(upgraded: Host) -> None:
     upgraded.ended("exit-code", "1")
     upgraded.upgrade("1.0")
