@@ -15,7 +15,8 @@ import pytest
 from agent.model import paths
 from tests.fakes.programs import program
 
-SCRIPT = (Path(__file__).parents[2] / "deploy/debian/trial").read_text()
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = (REPOSITORY / "deploy/debian/trial").read_text()
 PLACE, LOCAL, STATE, RUN = "usr/lib/unbounded-agent", "usr/local/lib", "var/lib/unbounded-agent", "run/unbounded-agent"
 FORMER = f"{PLACE}/former"
 UNIT = "systemd/system/unbounded-agent.service"
@@ -46,6 +47,8 @@ class Host:
         for name in ("systemd-run", "udevadm"):
             program(self.root / "bin" / name, f'echo "{name} $*" >>"$ROOT/calls"')
         self.write("run/systemd/system/.keep", "")
+        (self.root / "usr/bin").mkdir(parents=True)
+        (self.root / "usr/bin/python3").symlink_to("/usr/bin/python3")
         self.unpack("1.0")
         self.configuration("1.0")
 
@@ -69,6 +72,7 @@ class Host:
         self.version = version
         for name in (f"{PLACE}/{MODULE}", *(f"usr/lib/{file}" for file in FILES)):
             self.write(name, version)
+        self.write(f"{PLACE}/host/agent/system/removal.py", (REPOSITORY / "agent/system/removal.py").read_text())
         (self.root / PLACE / "current").unlink(missing_ok=True)
         (self.root / PLACE / "current").symlink_to("host")
 
