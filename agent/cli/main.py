@@ -61,13 +61,13 @@ def _run(command: Command, options: Namespace) -> int:
         return 2
     except AgentError as error:
         report(str(error))
-        return 1
+        return command.failed
     except BrokenPipeError:
         ignore_broken_pipe()
         return 0
     except OSError as error:
         report(f"{error.filename or 'system call'}: {error.strerror or error}")
-        return 1
+        return command.failed
     except KeyboardInterrupt:
         return 130
 

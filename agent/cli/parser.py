@@ -35,6 +35,8 @@ CODES = {
     1: "failed",
     3: "a machine is not ready (status --check, --wait), a GPU not tested",
     4: "status --check or --wait: whether a machine is ready is unknown",
+    70: "an internal error after an upgrade (run)",
+    75: "the service cannot start (run)",
     130: "interrupted",
 }
 """Exit codes of the whole program."""
@@ -135,6 +137,7 @@ class Command:
         text: str,
         *arguments: Argument | list[Argument],
         codes: Mapping[int, str] = {0: "done", 1: "failed"},
+        failed: int = 1,
         examples: Sequence[str] = (),
         configuration: str = READS,
         hidden: bool = False,
@@ -145,13 +148,14 @@ class Command:
         """Define the command.
 
         `function` is MODULE:NAME in agent.cli: a function of the parsed options and a reconciler that returns the exit
-        code. `summary` is the command's line in the list of commands, which has no `hidden` ones: only units run these.
-        The help has the summary too, followed by `text`. `root` commands need root rights; the others work as any user.
-        Of a list of arguments, only one may be given. The journal gets a record of a command that `changes` the host,
-        or that saves the configuration. Only a command that `downloads` may run tools of the host that use a proxy, and
-        write large files.
+        code; `failed` is the code after an error. `summary` is the command's line in the list of commands, which has no
+        `hidden` ones: only units run these. The help has the summary too, followed by `text`. `root` commands need root
+        rights; the others work as any user. Of a list of arguments, only one may be given. The journal gets a record of
+        a command that `changes` the host, or that saves the configuration. Only a command that `downloads` may run
+        tools of the host that use a proxy, and write large files.
         """
         self.function, self.summary, self.codes, self.arguments = function, summary, codes, arguments
+        self.failed = failed
         self.configuration, self.hidden, self.root, self.downloads = configuration, hidden, root, downloads
         self.changes, self.examples = changes or configuration in (SAVES, REMOVES), examples
         self.user = "root" if root else "any user"
@@ -443,7 +447,13 @@ COMMANDS = {
         "run the service: reconcile continuously, serve metrics",
         "SIGTERM ends it, SIGHUP reloads the configuration. Usually run by unbounded-agent.service.",
         examples=("sudo systemctl start unbounded-agent",),
-        codes={0: "stopped by a signal", 1: "cannot start, for example because the service already runs"},
+        codes={
+            0: "stopped by a signal",
+            70: "an internal error after an upgrade",
+            75: "cannot start, for example because the service already runs",
+        },
+        # Not 1, which is Python's for an error that nobody handles: only that ends the trial of a release.
+        failed=75,
         configuration=LAST_GOOD,
     ),
     "version": Command("", "print the version", "", codes={0: "done", 2: NO_CONFIGURATION}, root=False),

@@ -608,6 +608,8 @@ class Facts(StagedFacts, frozen=True):
     """Real paths of the sources that `nspawn.extra` mounts, by the path in that setting."""
     problems: tuple[str, ...] = ()
     """State of the agent that was discarded, and facts about the host that were not understood; a sentence each."""
+    went_back: str = ""
+    """Which release failed after its installation, so that the former one runs; also one of `problems`."""
     stub_resolver: bool = False
     """Whether the host's programs query systemd-resolved on the loopback interface for DNS. Pods cannot reach it."""
     state_free: Seen[int] = Unseen("it was not observed")

@@ -36,6 +36,11 @@ NODE_FILES = f"{STATE}/node-files.json"
 BINARIES = f"{STATE}/binaries"
 """Programs of nodes, and archives of programs, that were fetched and verified, by digest."""
 
+TRIAL = "/usr/lib/unbounded-agent/former/trial"
+"""Exists while a release is on trial after an upgrade: if it fails, the former one runs again (deploy/debian/trial)."""
+WENT_BACK = "/usr/lib/unbounded-agent/former/went-back"
+"""A sentence: which release failed so, why, and which one runs. Until the next upgrade."""
+
 RUNTIME = "/run/unbounded-agent"
 INSTANCE_LOCK = f"{RUNTIME}/instance.lock"
 STATUSZ_SOCKET = "statusz.sock"

@@ -70,6 +70,28 @@ def _source(version: str) -> Iterator[Path]:
         yield source
 
 
+Edit = tuple[str, str, str]
+"""A file of the agent's package, a text that it has, and what replaces the text."""
+CODE = "usr/lib/unbounded-agent/host/agent"
+
+
+def release(directory: Path, version: str, *edits: Edit) -> Path:
+    """Return the host half's package of this checkout as another version, in `directory`, with changes in its files."""
+    tree, deb = directory / f"tree-{version}", directory / f"unbounded-agent_{version}.deb"
+    run(["dpkg-deb", "--raw-extract", packages("1.0")["unbounded-agent"], tree])
+    for name, old, new in (
+        ("DEBIAN/control", "\nVersion: 1.0\n", f"\nVersion: {version}\n"),
+        (f"{CODE}/__init__.py", '__version__ = "1.0"', f'__version__ = "{version}"'),
+        *edits,
+    ):
+        text = (tree / name).read_text()
+        assert old in text, f"{name} has no {old!r}"
+        (tree / name).write_text(text.replace(old, new, 1))
+    run(["dpkg-deb", "--root-owner-group", "-Zgzip", "-z1", "--build", tree, deb])
+    shutil.rmtree(tree)
+    return deb
+
+
 def repository(directory: Path, *debs: Path) -> None:
     """Make a directory of packages into a source for apt(8), without signatures."""
     directory.mkdir()

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -278,3 +279,10 @@ def test_a_pass_leaves_a_machine_with_its_settings_unchanged(gpu_host: Host) -> 
     assert not [argv for argv in gpu_host.runner.calls if "start" in argv]
     gpu_host.file(TEMPLATE, "[Service]\nDeviceAllow=char-pts rw\n")
     assert not agent.reconcile().actions
+
+
+def test_a_service_that_cannot_start_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 is Python's for an error that nobody handles, which ends the trial of a release."""
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    assert main(["run"]) == 75
+    assert main(["apply"]) == 1

@@ -22,6 +22,7 @@ from agent.model.conditions import Condition, ConditionType, Status, summarize, 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import DeviceNode, Driver, Facts, Gpu, Unseen, UserSpace, VendorFacts
+from agent.model.goal import fault
 from agent.system.deadlines import bounded
 from agent.system.files import System
 from agent.system.process import host_runner
@@ -64,10 +65,10 @@ def outcome(*machines: MachineOutcome, vendor: VendorFacts = VENDOR, failures: t
 class SimulatedReconciler:
     """Does what behaviour.json says.
 
-    Keys are `steps`, `error`, `bug`, `failures`, `pending`, `condition`, `unseen`; `changed`, when conditions last
-    changed; `waits`, which no pass says, but what begins resets and tests of GPUs; `hold`, which lengthens a pass until
-    it is removed; and `stuck`, for a read (a thread that waits) or a command that never ends. `main` reads `loading`:
-    how many seconds it takes to read the configuration.
+    Keys are `steps`, `error`, `bug`, `failures`, `pending`, `condition`, `unseen`; `faulty`, machines at which the pass
+    has an internal error; `changed`, when conditions last changed; `waits`, which no pass says, but what begins resets
+    and tests of GPUs; `hold`, which lengthens a pass until it is removed; and `stuck`, for a read (a thread that waits)
+    or a command that never ends. `main` reads `loading`: how many seconds it takes to read the configuration.
     """
 
     def __init__(self, loaded: Loaded, progress: Callable[[str], None], root: Path) -> None:
@@ -108,6 +109,7 @@ class SimulatedReconciler:
                     conditions(*different, now=behaviour.get("changed", 1_700_000_000.0)),
                     gpus=GPUS,
                     pending=behaviour.get("pending", False),
+                    fault=fault("observe it", KeyError()) if name in behaviour.get("faulty", ()) else None,
                 )
                 for name in sorted(self.config.machines)
             ),

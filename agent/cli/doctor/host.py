@@ -102,6 +102,15 @@ def _configuration(seeing: Seeing) -> Iterator[Finding]:
         )
 
 
+def _release(seeing: Seeing) -> Iterator[Finding]:
+    if seeing.facts.went_back:
+        yield Finding(
+            "the release that was installed last failed, so the former one runs: machines are not affected",
+            seeing.facts.went_back,
+            (f"journalctl -u {SERVICE} --no-pager -n 200", "install a later release: docs/upgrade.md"),
+        )
+
+
 def _template(seeing: Seeing) -> Iterator[Finding]:
     template = seeing.facts.template_device_allow
     if not isinstance(template, tuple):
@@ -213,6 +222,6 @@ def _own_checks(seeing: Seeing) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Seeing], Iterator[Finding]], ...] = (
-    *(_configuration, _template, _service, _plain_roots, _gpu_faults, _own_checks, _space, _kernel_settings),
+    *(_configuration, _release, _template, _service, _plain_roots, _gpu_faults, _own_checks, _space, _kernel_settings),
 )
 """The checks of the host, in the order in which their findings are listed."""

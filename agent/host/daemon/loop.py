@@ -31,7 +31,7 @@ from agent.host.vendors import HOST_VENDORS
 from agent.model.errors import AgentError, ConfigChangedError, ConfigError
 from agent.model.facts import Facts
 from agent.model.goal import in_words
-from agent.model.paths import INSTANCE_LOCK, RUNTIME, SERVICE_STATE, STATUSZ_SOCKET
+from agent.model.paths import INSTANCE_LOCK, RUNTIME, SERVICE_STATE, STATUSZ_SOCKET, TRIAL
 from agent.model.text import one_line, rfc3339
 from agent.system.deadlines import stuck
 from agent.system.files import System
@@ -241,6 +241,9 @@ class Signals:
             signal.setitimer(signal.ITIMER_REAL, self._grace)
 
 
+INTERNAL_ERROR = 70
+"""The exit code that gives up a release on trial: its unit then runs the former one (deploy/debian/trial)."""
+
 Progress = Callable[[str], None]
 
 PASSES = 20
@@ -330,6 +333,8 @@ class Daemon:
         self._log_rejected(loaded.rejected)
         self._endpoint = Endpoint(loaded.config.metrics.address, listeners(os.environ))
         self.local = Server(listen_locally(system.full_path(RUNTIME), STATUSZ_SOCKET))
+        self.failed_trial = False
+        """The release is on trial, and an error that only the agent can cause keeps it from its work."""
         self._failed_in_a_row = 0
         self._progress_reported = 0.0
         self._pending_since: dict[str, float] = {}
@@ -338,14 +343,14 @@ class Daemon:
         """Whether the last pass left a machine pending, for less than the limit."""
         self._publish()
 
-    def loop(self, signals: Signals) -> None:
-        """Run until SIGTERM or SIGINT."""
+    def loop(self, signals: Signals) -> int:
+        """Run until SIGTERM or SIGINT, or until a release on trial fails. Return the exit code."""
         ready, trigger = False, "start"
         self._wakeups.open()
         while True:
             signals.drain()
             if signals.stop:
-                return
+                return 0
             reloading, signals.reload = signals.reload, False
             if reloading:
                 trigger = "reload"
@@ -353,6 +358,8 @@ class Daemon:
                     self.reload()
             self._endpoint.listen()
             self.work(trigger, signals)
+            if self.failed_trial:
+                return INTERNAL_ERROR
             newly_ready = not ready and not self.view.why_stale
             ready = ready or newly_ready
             if newly_ready or (reloading and ready):
@@ -419,6 +426,11 @@ class Daemon:
         if made.error:
             view.why_stale = f"the last pass failed: {made.why}"
             self._event_log.ended((view.why_stale,), made.unexpected)
+        # What machines report may also cause errors, but in the first pass the former release has just read the same.
+        faults = [] if made.error or self._passes else [each.fault for each in view.outcome.machines]
+        if made.unexpected or (faults and all(faults)):
+            with self._event_log.guarded(f"look for {TRIAL}"):
+                self.failed_trial = self._system.exists(TRIAL)
         failures, seconds = self._event_log.last_failures, time.monotonic() - started
         self._metrics.passed(None if made.error else view.outcome, seconds)
         self._passes.append(Pass(rfc3339(time.time()), trigger, round(seconds, 3), actions, failures))
@@ -513,7 +525,7 @@ def run(
         daemon = Daemon(load, make, notifier, timing, system, fix, begin)
         signals = Signals(notifier, timing.grace)
         try:
-            daemon.loop(signals)
+            return daemon.loop(signals)
         except PassInterruptedError:
             log.warning("interrupted during a pass; the next start continues it")
     return 0

@@ -87,6 +87,7 @@ TEXTS = {
     "driver_info": "Constant 1, with the versions of a driver's module and libraries; empty if unknown.",
     "driver_version_mismatch": "1 if the loaded module and the libraries have different versions: reload or reboot "
     "needed.",
+    "went_back": "1 if the newest release failed, and the former one runs.",
     "driver_roots": "Driver roots on disk.",
     "driver_root_bytes": "Total size of the files in all driver roots.",
     "state_free_bytes": "Free space in the file system of /var/lib/unbounded-agent.",
@@ -209,6 +210,7 @@ def _of_outcome(outcome: Outcome) -> Iterator[Metric]:
     yield _family("driver_info", "vendor kernel_version library_version", [(each, 1) for each in drivers])
     mismatches = [((vendor,), bool(module and library and module != library)) for vendor, module, library in drivers]
     yield _family("driver_version_mismatch", "vendor", mismatches)
+    yield _one("went_back", bool(facts.went_back))
     yield _one("driver_roots", len(facts.staged))
     yield _one("driver_root_bytes", sum(each.size for root in facts.staged for each in root.files if not each.link))
     yield _one("state_free_bytes", facts.state_free if isinstance(facts.state_free, int) else None)

@@ -50,6 +50,7 @@ from agent.model.paths import (
     RELOAD_PENDING,
     REMEMBERED_GPUS,
     STATE,
+    WENT_BACK,
     device_allow_drop_in,
     machine_files,
     machine_of,
@@ -355,7 +356,10 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     remembered, damage = observe_remembered(system)
     checks, not_checks = observe_checks(system, memory.ages)
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
+    told = read_seen(system.read_text, WENT_BACK)
+    went_back = told.strip() if isinstance(told, str) else ""
     problems = (
+        went_back,
         "" if isinstance(template, tuple) else template.why,
         discarded,
         notes.problem,
@@ -385,6 +389,7 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
         mount_sources=observe_sources(config, system),
         nspawn_sources=observe_nspawn_sources(config, system),
         problems=tuple(filter(None, problems)),
+        went_back=went_back,
         state_free=read_seen(system.free_bytes, STATE),
         stub_resolver=uses_stub_resolver(system),
         # If this cannot be observed, assume a pending reload: at worst, systemd reloads its units once too often.

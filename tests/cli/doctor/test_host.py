@@ -13,7 +13,7 @@ from agent.host.reconcile import Reconciler
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.model.conditions import Reason, Status
 from agent.model.facts import Broken, Facts, GpuFault, Granted, HostCheck, Verdict
-from agent.model.paths import SERVICE_STATE, STATE
+from agent.model.paths import SERVICE_STATE, STATE, WENT_BACK
 from agent.vendors.host_vendor import DriverForPods, Finding
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, VERSION, reconciler, without_gpus
@@ -145,6 +145,13 @@ def test_an_invalid_configuration_comes_first_and_the_rest_is_diagnosed(sound: H
     assert command(agent, "doctor") == 2
     assert f"{MACHINE}: not ready: NotStaged" in capsys.readouterr().out
     assert command(agent, "doctor --json") == 2
+
+
+def test_a_release_that_went_back_is_a_finding(sound: Host) -> None:
+    sound.file(WENT_BACK, "release 1.1 failed at noon, and 1.0 runs again: it crashed (SEGV)\n")
+    (finding,) = found(sound)
+    assert finding.cause.startswith("the release that was installed last failed")
+    assert finding.evidence == "release 1.1 failed at noon, and 1.0 runs again: it crashed (SEGV)"
 
 
 def test_a_gpu_with_a_fatal_error_is_found_once(sound: Host) -> None:

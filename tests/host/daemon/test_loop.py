@@ -23,11 +23,11 @@ import pytest
 
 from agent.config.load import Loaded, load_config, load_or_last_good
 from agent.config.settings import Config
-from agent.host.daemon.loop import Daemon, Notifier, Signals, Timing
+from agent.host.daemon.loop import INTERNAL_ERROR, Daemon, Notifier, Signals, Timing
 from agent.host.state.records import SERVICE_STATES, ServiceState
 from agent.model.device import FileIdentity
 from agent.model.facts import Absent, Seen
-from agent.model.paths import SERVICE_STATE
+from agent.model.paths import SERVICE_STATE, TRIAL
 from agent.system.files import System, temporary_path
 from agent.system.process import host_runner
 from tests.fakes import reconciler as simulated_reconciler
@@ -505,6 +505,71 @@ def test_a_failing_pass_backs_off_and_withdraws_readiness(service: Service) -> N
     service.behave()
     service.signal(signal.SIGHUP)
     wait_for(lambda: service.metric('machine_ready{machine="gpu-node"}') == 1)
+
+
+def on_trial(service: Service) -> None:
+    mark = service.root / TRIAL.strip("/")
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+
+
+def test_an_internal_error_ends_a_release_on_trial(service: Service) -> None:
+    on_trial(service)
+    service.up()
+    service.behave(bug="no attribute")
+    service.signal(signal.SIGHUP)
+    assert service.ended() == INTERNAL_ERROR
+
+
+def test_internal_errors_at_all_machines_at_the_start_end_a_release_on_trial(service: Service) -> None:
+    service.configure("[machines.gpu-node]\n[machines.second]")
+    on_trial(service)
+    service.behave(faulty=["gpu-node", "second"])
+    service.start(SLOW)
+    assert service.ended() == INTERNAL_ERROR
+    assert not service.notifications("READY=1")
+
+
+FOREIGN: dict[str, dict[str, object]] = {
+    "a GPU has failed": {"condition": ("GPUsHealthy", "False", "GPUFailed", "a GPU has failed")},
+    "a GPU's driver does not answer": {"stuck": "read", "seconds": 0.1},
+    "GPUs cannot be listed": {"unseen": True},
+    "the API server has no Node": {"condition": ("GPUsAdvertised", "False", "GPUsMissing", "no answer")},
+    "the disk is full": {"failures": ["cannot write /etc/systemd/nspawn/a.nspawn: No space left on device"]},
+    "the system bus does not answer": {"error": "cannot observe: the bus does not answer"},
+    "machines report what nobody expected": {"faulty": ["gpu-node", "second"]},
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_what_others_cause_ends_no_release_on_trial(service: Service, what: str) -> None:
+    service.configure("[machines.gpu-node]\n[machines.second]")
+    on_trial(service)
+    service.up(FAST)
+    service.behave(**FOREIGN[what])
+    service.next_pass()
+    service.next_pass()
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
+
+
+def test_an_internal_error_at_one_of_two_machines_ends_no_release_on_trial(service: Service) -> None:
+    service.configure("[machines.gpu-node]\n[machines.second]")
+    on_trial(service)
+    service.behave(faulty=["second"])
+    service.up()
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
+
+
+def test_an_invalid_configuration_ends_no_release_on_trial(service: Service) -> None:
+    on_trial(service)
+    service.up()
+    service.config.write_text("[machines.gpu-node]\ngpu = 1\n")
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: "gpu: unknown key" in service.log())
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
 
 
 def test_a_page_that_cannot_be_made_costs_only_that_page(service: Service) -> None:

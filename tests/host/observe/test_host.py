@@ -8,7 +8,7 @@ from agent.config.settings import Config
 from agent.host.observe.host import Memory, observe
 from agent.host.vendors import HOST_VENDORS
 from agent.model.facts import Absent, DeviceAllow, VendorFacts
-from agent.model.paths import machine_unit
+from agent.model.paths import WENT_BACK, machine_unit
 from tests.fakes.host import HOSTS, Host
 
 CONFIG = Config.validated({"machines": {"node": {}}})
@@ -46,6 +46,14 @@ def test_a_whole_host(debian: Host) -> None:
     assert [(machine.root, machine.unit_state) for machine in facts.machines] == [("/var/lib/machines/node", "active")]
     assert all(isinstance(each.content, Absent) and not each.owned for each in facts.files.values())
     assert facts.problems == ()
+
+
+def test_a_release_that_went_back_is_a_problem_of_the_host(debian: Host) -> None:
+    """So the log, `status` and `doctor` say it."""
+    debian.file(WENT_BACK, "release 1.1 failed, and 1.0 runs again\n")
+    facts = observe(CONFIG, debian, debian, Memory())
+    assert facts.went_back == "release 1.1 failed, and 1.0 runs again"
+    assert facts.went_back in facts.all_problems()
 
 
 @pytest.mark.scenario("002")

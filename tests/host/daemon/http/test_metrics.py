@@ -233,6 +233,8 @@ def test_each_gpu_is_described_and_the_storage_is_counted() -> None:
     assert value(samples, "gpu_fatal_error_timestamp_seconds", gpu=GPUS[1], error="Xid48") == 1.6e9
     assert (value(samples, "driver_roots"), value(samples, "driver_root_bytes")) == (1, 70)
     assert value(samples, "state_free_bytes") == 1 << 30
+    assert value(samples, "went_back") == 0
+    assert value(scrape(with_facts(went_back="1.1 failed")), "went_back") == 1
     assert value(scrape(view_of(READY)), "state_free_bytes") is None
 
 
