@@ -160,7 +160,8 @@ def _run_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) 
 
 
 STEPS = 4
-"""How often the copying of a driver reports how far it is."""
+"""How often the copying of a driver reports how far it is, if it has at least LARGE bytes."""
+LARGE = 8 << 20
 
 
 def stage(root: StagedRoot, system: System, progress: Callable[[str], None] = lambda _: None) -> None:
@@ -190,7 +191,7 @@ def stage(root: StagedRoot, system: System, progress: Callable[[str], None] = la
             else:
                 _copy(file, path, system, copies)
                 before, copied = copied, copied + file.size
-                reached = before * STEPS // max(total, 1) < copied * STEPS // max(total, 1)
+                reached = total >= LARGE and before * STEPS // total < copied * STEPS // total
                 progress(f"driver {root.version}: staged {portion(copied, total)}" if reached else "")
     for directory in {os.path.dirname(f"{partial}/{file.target}") for file in root.files}:
         system.sync_directory(directory)
