@@ -77,12 +77,17 @@ class Site:
         states = parse_gpu_states(self.bed.guest.read(gpu_states_file(MACHINE)))
         assert {gpu for gpu, each in states.items() if each.effect} == {*gpus}
         assert {states[gpu].reason for gpu in gpus} == {reason}
-        wait("a pass has seen it", lambda: self.bed.last_conditions()["GPUsHealthy"]["status"] == "False", 60,
-             self.bed.evidence)  # fmt: skip
+        wait("a pass has seen it", lambda: self.condition("GPUsHealthy")[0] == "False", 60, self.bed.evidence)
         if len(gpus) < len(GPUS):
-            ready = self.bed.last_conditions()["Ready"]
-            assert (ready["status"], ready["reason"]) == ("True", "SomeGPUsUnusable"), ready
+            # The machine may still have to answer that it has a new GPU.
+            ready = ("True", "SomeGPUsUnusable")
+            wait("the machine is Ready", lambda: self.condition("Ready") == ready, 120, self.bed.evidence)
         self.counts()
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        """Return status and reason of a condition of the machine."""
+        found = self.bed.last_conditions()[kind]
+        return found["status"], found["reason"]
 
     def counts(self) -> None:
         """Assert that the pod's only container still counts."""
