@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.bed import ubuntu
+from integration.bed import canary, ubuntu
 from integration.bed.canary import (
     BOUNDS,
     BOUNDS_HEAD,
@@ -218,6 +218,20 @@ def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench, capf
     assert bench.order() == ["old", "new", "driver"]
     assert (again["unasked"].message, again["unasked"].last_tested) == (found["unasked"].message, "1.0")
     assert (again["old"].release.version, again["old"].last_tested) == ("1.1", "1.0")
+
+
+@pytest.mark.parametrize(
+    ("tests", "works"), [("test_part (1)", True), ("test_other (2), test_part (1)", True), ("test_other (9)", False)]
+)
+def test_what_the_document_lists_works_if_it_has_the_parts_tests(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tests: str, works: bool
+) -> None:
+    monkeypatch.setattr(canary, "PAGE", bench.directory / "page.md")
+    canary.PAGE.write_text(f"| part | 0.9 | test_part (1) |\n| part | 1.0 | {tests} |\n")
+    bench.add("part", "pass")
+    row = bench.run(budget=0)["part"]
+    assert (row.last_tested, row.verdict) == ("1.0", Verdict.WORKS if works else Verdict.NO_TIME)
+    assert row.message == ("the tests of page.md" if works else "")
 
 
 @pytest.mark.processes
