@@ -403,7 +403,7 @@ class Canary:
         waiting.sort(key=lambda row: (self._turn(row), not row.part.half))
         for row in waiting:
             found[row.part.name] = self._tried(row)
-        return [found[part.name] for part in self.parts]
+        return [_doubted(found[part.name]) for part in self.parts]
 
     def _turn(self, row: Row) -> int:
         result = self.results.get(row.part.name, {}).get(row.release.version)
@@ -446,9 +446,7 @@ class Canary:
         except OutOfTimeError:
             verdict, message = Verdict.NO_TIME, f"stopped after {left:.0f} s"
         except BedError as error:
-            # The first line has the command, the last one what it said.
-            lines = str(error).strip().splitlines()
-            verdict, message = Verdict.COULD_NOT_TRY, "; ".join([lines[-1], *(each[:100] for each in lines[:-1][:1])])
+            verdict, message = Verdict.COULD_NOT_TRY, _reason(str(error).strip())
         except Exception as error:
             # The other parts are still tried, and the table is printed.
             verdict, message = Verdict.COULD_NOT_TRY, f"{type(error).__name__}: {error}"
@@ -471,6 +469,18 @@ def _listed(part: Part) -> dict[str, bool]:
     files = {Path(each).stem for each in part.tests if each.endswith(".py")}
     rows = re.findall(rf"^\| {re.escape(part.row or part.name)} \| (\S+) \|(.*)", PAGE.read_text(), re.MULTILINE)
     return {version: files <= set(re.findall(r"(\w+) \(", tests)) for version, tests in rows}
+
+
+def _doubted(row: Row) -> Row:
+    return row._replace(message="; ".join(filter(None, (row.message, row.release.doubt))))
+
+
+def _reason(error: str) -> str:
+    """Return what Go's proxy does not serve, or what a command said last, and the command."""
+    lines = error.splitlines()
+    unserved = dict.fromkeys(re.findall(r": reading (https?://\S+: \d{3} .*)", error))
+    said = f"not served: {', '.join(unserved)}" if unserved else lines[-1]
+    return "; ".join([said, *(each[:100] for each in lines[:-1][:1])])
 
 
 class OutOfTimeError(Exception):
@@ -573,7 +583,8 @@ def exit_code(rows: Sequence[Row]) -> int:
     """Return BROKEN_FOR_USERS if a release that reaches users unasked is broken, NOT_TRIED if one was not tried."""
     if any(row.verdict is Verdict.BROKEN and row.part.half for row in rows):
         return BROKEN_FOR_USERS
-    return NOTHING if all(row.verdict in (Verdict.WORKS, Verdict.BROKEN) for row in rows) else NOT_TRIED
+    tried = all(row.verdict in (Verdict.WORKS, Verdict.BROKEN) and not row.release.doubt for row in rows)
+    return NOTHING if tried else NOT_TRIED
 
 
 def table(rows: Sequence[Row]) -> str:
