@@ -476,11 +476,11 @@ def _doubted(row: Row) -> Row:
 
 
 def _reason(error: str) -> str:
-    """Return what Go's proxy does not serve, or what a command said last, and the command."""
+    """Return what Go's proxy does not serve; else what a command said last, and the command."""
+    if unserved := dict.fromkeys(re.findall(r": reading (https?://\S+: \d{3} .*)", error)):
+        return f"not served: {', '.join(unserved)}"
     lines = error.splitlines()
-    unserved = dict.fromkeys(re.findall(r": reading (https?://\S+: \d{3} .*)", error))
-    said = f"not served: {', '.join(unserved)}" if unserved else lines[-1]
-    return "; ".join([said, *(each[:100] for each in lines[:-1][:1])])
+    return "; ".join([lines[-1], *(each[:100] for each in lines[:-1][:1])])
 
 
 class OutOfTimeError(Exception):

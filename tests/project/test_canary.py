@@ -216,7 +216,7 @@ def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench, capf
     assert found["unlooked"].message == "http://registry.invalid: refused"
     assert found["unbuilt"].message == "undefined: x; go build"
     missing = ", ".join(f"https://proxy/{each}/@v/v1.zip: 403 Forbidden" for each in "ab")
-    assert found["unserved"].message == f"not served: {missing}; go list"
+    assert found["unserved"].message == f"not served: {missing}"
     assert found["unsure"].message == "1 tests passed; no list"
     assert found["crashed"].message == "KeyError: 'of the bed'"
     assert "/canary/results.json is damaged, and is begun again: " in capfd.readouterr().err
