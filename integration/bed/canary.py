@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 import traceback
@@ -437,11 +438,14 @@ class Canary:
         xml, log = stem.with_suffix(".partial"), stem.with_suffix(".log")
         xml.unlink(missing_ok=True)
         try:
-            with step(f"try {part.name} {version}"):
+            with (
+                step(f"try {part.name} {version}"),
+                tempfile.TemporaryDirectory(prefix="canary-", ignore_cleanup_errors=True) as scratch,
+            ):
                 with _limited(left, _kill_children):
                     environment = part.prepare(version)
                 with _limited(max(started + left - time.monotonic(), 1)):
-                    _run_tests(part.tests, environment, xml, log)
+                    _run_tests((f"--basetemp={scratch}/tests", *part.tests), environment, xml, log)
             verdict, message = judged(xml, log)
         except OutOfTimeError:
             verdict, message = Verdict.NO_TIME, f"stopped after {left:.0f} s"

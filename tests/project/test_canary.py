@@ -153,7 +153,7 @@ class Bench:
     ) -> None:
         test = self.directory / f"test_{name}.py"
         note = f"    open({str(self.noted)!r}, 'a').write('{name} ')\n"
-        test.write_text(f"import os, subprocess\ndef test_it():\n{note}    {body}\n")
+        test.write_text(f"import os, subprocess\ndef test_it(tmp_path):\n{note}    {body}\n")
 
         look = more.get("look", lambda _: Release(version, date, "package"))
         prepare = more.get("prepare", lambda version: {"CHOSEN": version})
@@ -341,6 +341,17 @@ def test_what_is_out_of_time_ends_and_the_rest_is_not_tried(bench: Bench, where:
     rows = bench.run(budget=0)
     assert (rows["hangs"].verdict, bench.order()) == (Verdict.NO_TIME, [])
     assert '"no time"' in (bench.directory / "canary/results.json").read_text()
+
+
+@pytest.mark.processes
+def test_the_files_of_a_parts_tests_are_not_among_those_of_other_runs(bench: Bench) -> None:
+    """pytest removes what earlier runs left there, which takes minutes if that is much: not the part's time."""
+    place = bench.directory / "place"
+    bench.add("part", f"open({str(place)!r}, 'w').write(str(tmp_path))")
+    bench.run()
+    used = Path(place.read_text())
+    assert not used.exists()
+    assert not [each for each in used.parents if each.name.startswith("pytest-of-")]
 
 
 def test_lookups_end(bench: Bench) -> None:
