@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 import traceback
@@ -403,15 +404,14 @@ class Canary:
         waiting.sort(key=lambda row: (self._turn(row), not row.part.half))
         for row in waiting:
             found[row.part.name] = self._tried(row)
-        return [found[part.name] for part in self.parts]
+        return [_doubted(found[part.name]) for part in self.parts]
 
     def _turn(self, row: Row) -> int:
         result = self.results.get(row.part.name, {}).get(row.release.version)
         return 0 if result is None else 2 if result["verdict"] == Verdict.NO_TIME else 1
 
     def _looked_up(self, part: Part) -> Row:
-        known = self.results.get(part.name, {})
-        listed = re.findall(rf"^\| {re.escape(part.row or part.name)} \| (\S+) \|", PAGE.read_text(), re.MULTILINE)
+        known, listed = self.results.get(part.name, {}), _listed(part)
         works = [version for version, result in known.items() if result["verdict"] == Verdict.WORKS]
         last = max(
             [*listed, *works], key=lambda each: [int(number) for number in re.findall(r"\d{1,9}", each)], default=""
@@ -425,7 +425,7 @@ class Canary:
             return Row(part, Release(""), last, Verdict.COULD_NOT_LOOK, str(error))
         if release.version in works:
             return Row(part, release, last, Verdict.WORKS, known[release.version]["message"])
-        if release.version in listed:
+        if listed.get(release.version):
             return Row(part, release, last, Verdict.WORKS, f"the tests of {PAGE.name}")
         return Row(part, release, last, Verdict.NO_TIME, "")
 
@@ -438,18 +438,19 @@ class Canary:
         xml, log = stem.with_suffix(".partial"), stem.with_suffix(".log")
         xml.unlink(missing_ok=True)
         try:
-            with step(f"try {part.name} {version}"):
+            with (
+                step(f"try {part.name} {version}"),
+                tempfile.TemporaryDirectory(prefix="canary-", ignore_cleanup_errors=True) as scratch,
+            ):
                 with _limited(left, _kill_children):
                     environment = part.prepare(version)
                 with _limited(max(started + left - time.monotonic(), 1)):
-                    _run_tests(part.tests, environment, xml, log)
+                    _run_tests((f"--basetemp={scratch}/tests", *part.tests), environment, xml, log)
             verdict, message = judged(xml, log)
         except OutOfTimeError:
             verdict, message = Verdict.NO_TIME, f"stopped after {left:.0f} s"
         except BedError as error:
-            # The first line has the command, the last one what it said.
-            lines = str(error).strip().splitlines()
-            verdict, message = Verdict.COULD_NOT_TRY, "; ".join([lines[-1], *(each[:100] for each in lines[:-1][:1])])
+            verdict, message = Verdict.COULD_NOT_TRY, _reason(str(error).strip())
         except Exception as error:
             # The other parts are still tried, and the table is printed.
             verdict, message = Verdict.COULD_NOT_TRY, f"{type(error).__name__}: {error}"
@@ -465,6 +466,25 @@ class Canary:
         new.write_text(json.dumps(self.results, indent=1) + "\n")
         new.replace(self.file)
         return row._replace(verdict=verdict, message=message)
+
+
+def _listed(part: Part) -> dict[str, bool]:
+    """Return the versions in docs/compatibility.md, and whether all files of the part's tests passed with each."""
+    files = {Path(each).stem for each in part.tests if each.endswith(".py")}
+    rows = re.findall(rf"^\| {re.escape(part.row or part.name)} \| (\S+) \|(.*)", PAGE.read_text(), re.MULTILINE)
+    return {version: files <= set(re.findall(r"(\w+) \(", tests)) for version, tests in rows}
+
+
+def _doubted(row: Row) -> Row:
+    return row._replace(message="; ".join(filter(None, (row.message, row.release.doubt))))
+
+
+def _reason(error: str) -> str:
+    """Return what Go's proxy does not serve; else what a command said last, and the command."""
+    if unserved := dict.fromkeys(re.findall(r": reading (https?://\S+: \d{3} .*)", error)):
+        return f"not served: {', '.join(unserved)}"
+    lines = error.splitlines()
+    return "; ".join([lines[-1], *(each[:100] for each in lines[:-1][:1])])
 
 
 class OutOfTimeError(Exception):
@@ -567,7 +587,8 @@ def exit_code(rows: Sequence[Row]) -> int:
     """Return BROKEN_FOR_USERS if a release that reaches users unasked is broken, NOT_TRIED if one was not tried."""
     if any(row.verdict is Verdict.BROKEN and row.part.half for row in rows):
         return BROKEN_FOR_USERS
-    return NOTHING if all(row.verdict in (Verdict.WORKS, Verdict.BROKEN) for row in rows) else NOT_TRIED
+    tried = all(row.verdict in (Verdict.WORKS, Verdict.BROKEN) and not row.release.doubt for row in rows)
+    return NOTHING if tried else NOT_TRIED
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -28,6 +28,8 @@ class Release(NamedTuple):
     version: str
     date: str = ""
     package: str = ""
+    doubt: str = ""
+    """Why there may be a newer one."""
 
 
 class Registries(NamedTuple):
@@ -65,10 +67,14 @@ def newest_go(registries: Registries, module: str, line: str = "", *, pre: bool 
 
 
 def newest_go_after(registries: Registries, module: str, known: str) -> Release:
-    """Return the newest release of a Go module that the proxy does not list: the last one that it has from `known` on.
+    """Return the newest release of a Go module; if the proxy has no list, the last one that it has from `known` on.
 
     Raises NoAnswerError.
     """
+    try:
+        return newest_go(registries, module)
+    except NoAnswerError as error:
+        doubt = f"there may be a newer one: {error}"
 
     def released(version: str) -> str:
         try:
@@ -83,7 +89,7 @@ def newest_go_after(registries: Registries, module: str, known: str) -> Release:
         while misses < SUCCESSORS:
             version = f"{major}.{line}.{patch}"
             date = released(version)
-            newest, misses = (Release(version, date), 0) if date else (newest, misses + 1)
+            newest, misses = (Release(version, date, doubt=doubt), 0) if date else (newest, misses + 1)
             patch += 1
         patch = 0
     if not newest.version:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.bed import ubuntu
+from integration.bed import canary, ubuntu
 from integration.bed.canary import (
     BOUNDS,
     BOUNDS_HEAD,
@@ -57,7 +57,7 @@ ANSWERS: dict[str, str | bytes] = {
     "/simple/page/": "<html>Log in</html>",
     "/simple/list/": "[]",
     "/debian/page/main/binary-amd64/Packages.xz": "<html>Log in</html>",
-    # No list; 0.19.2 and 0.20.0 are missing.
+    # No list, as where the proxy is a mirror; 0.19.2 and 0.20.0 are missing.
     **{f"{PLUGIN}/v0.{each}.info": '{"Time": "2026-03-17T06:49:47Z"}' for each in ("19.0", "19.1", "19.3", "20.1")},
     "/simple/sh-tools/": json.dumps(
         {
@@ -96,15 +96,17 @@ def registries() -> Iterator[Registries]:
 
 
 def test_the_newest_release_is_found(registries: Registries) -> None:
-    assert newest_go(registries, "example.org/part") == ("1.10.0", "2026-11-05", "")
-    assert newest_go(registries, "example.org/part", "1.9.") == ("1.9.0", "2026-10-05", "")
+    assert newest_go(registries, "example.org/part") == Release("1.10.0", "2026-11-05")
+    assert newest_go(registries, "example.org/part", "1.9.") == Release("1.9.0", "2026-10-05")
     assert newest_go(registries, "example.org/part", pre=True).version == "1.11.0-beta.10"
     plugin = newest_go_after(registries, "github.com/NVIDIA/k8s-device-plugin", "0.19.0")
-    assert plugin == ("0.20.1", "2026-03-17", "")
-    assert newest_python(registries, "sh-tools") == ("2.10", "2026-11-20", "")
+    assert plugin[:2] == ("0.20.1", "2026-03-17")
+    assert re.fullmatch("there may be a newer one: .*/k8s-device-plugin/@v/list: .*404.*", plugin.doubt)
+    assert newest_go_after(registries, "example.org/part", "1.9.0") == Release("1.10.0", "2026-11-05")
+    assert newest_python(registries, "sh-tools") == Release("2.10", "2026-11-20")
     suites = [f"{registries.debian}/debian/dists/{each}" for each in ("stable", "stable-updates")]
-    assert newest_debian(suites, "main", "libcuda1") == ("550.10-1~deb13u1", "", "libcuda1")
-    assert newest_debian(suites[:1], "main", r"nvidia-\d+") == ("5.2", "", "nvidia-580")
+    assert newest_debian(suites, "main", "libcuda1") == Release("550.10-1~deb13u1", package="libcuda1")
+    assert newest_debian(suites[:1], "main", r"nvidia-\d+") == Release("5.2", package="nvidia-580")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ class Bench:
     ) -> None:
         test = self.directory / f"test_{name}.py"
         note = f"    open({str(self.noted)!r}, 'a').write('{name} ')\n"
-        test.write_text(f"import os, subprocess\ndef test_it():\n{note}    {body}\n")
+        test.write_text(f"import os, subprocess\ndef test_it(tmp_path):\n{note}    {body}\n")
 
         look = more.get("look", lambda _: Release(version, date, "package"))
         prepare = more.get("prepare", lambda version: {"CHOSEN": version})
@@ -189,16 +191,23 @@ def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench, capf
     def crash(_: str) -> Mapping[str, str]:
         raise KeyError("of the bed")
 
+    def unserved(_: str) -> Mapping[str, str]:
+        each = "/go/x.go:1:2: {0}@v1: reading https://proxy/{0}/@v/v1.zip: 403 Forbidden\n\tserver response: no\n"
+        raise BedError("go list\nexit code 1:\n" + "".join(map(each.format, "aab")))
+
+    bench.add("unserved", "pass", prepare=unserved)
+    bench.add("unsure", "pass", look=lambda _: Release("1.0", doubt="no list"))
     bench.add("unbuilt", "pass", prepare=refuse)
     bench.add("crashed", "pass", prepare=crash)
     results = bench.directory / "canary/results.json"
     results.parent.mkdir()
     results.write_text('{"old": {"1.0":')
     found = bench.run()
-    assert bench.order() == ["unasked", "driver", "new", "old"]
+    assert bench.order() == ["unasked", "driver", "new", "old", "unsure"]
     assert {name: str(row.verdict) for name, row in found.items()} == {
         **{"old": "works", "new": "broken", "unasked": "works", "driver": "broken"},
         **{"unlooked": "could not look", "unbuilt": "could not try", "crashed": "could not try"},
+        **{"unserved": "could not try", "unsure": "works"},
     }
     assert found["old"].message == "1 tests passed"
     assert found["new"].message.startswith("test_it: AssertionError: it is gone; ")
@@ -206,18 +215,36 @@ def test_what_works_is_not_tried_again_and_everything_else_is(bench: Bench, capf
     assert found["driver"].message.endswith("; hosts keep an earlier one with apt-mark hold package")
     assert found["unlooked"].message == "http://registry.invalid: refused"
     assert found["unbuilt"].message == "undefined: x; go build"
+    missing = ", ".join(f"https://proxy/{each}/@v/v1.zip: 403 Forbidden" for each in "ab")
+    assert found["unserved"].message == f"not served: {missing}"
+    assert found["unsure"].message == "1 tests passed; no list"
     assert found["crashed"].message == "KeyError: 'of the bed'"
     assert "/canary/results.json is damaged, and is begun again: " in capfd.readouterr().err
-    assert {each.name for each in (bench.directory / "canary").glob("*.xml")} == {"old.xml", "unasked.xml"}
+    assert {each.stem for each in (bench.directory / "canary").glob("*.xml")} == {"old", "unasked", "unsure"}
 
     earlier = json.loads(results.read_text())
     earlier["driver"]["1.0"]["verdict"] = "no time"
     results.write_text(json.dumps(earlier))
     bench.add("old", "pass", "2026-01-01", version="1.1")
     again = bench.run()
+    assert again["unsure"].message == found["unsure"].message
     assert bench.order() == ["old", "new", "driver"]
     assert (again["unasked"].message, again["unasked"].last_tested) == (found["unasked"].message, "1.0")
     assert (again["old"].release.version, again["old"].last_tested) == ("1.1", "1.0")
+
+
+@pytest.mark.parametrize(
+    ("tests", "works"), [("test_part (1)", True), ("test_other (2), test_part (1)", True), ("test_other (9)", False)]
+)
+def test_what_the_document_lists_works_if_it_has_the_parts_tests(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tests: str, works: bool
+) -> None:
+    monkeypatch.setattr(canary, "PAGE", bench.directory / "page.md")
+    canary.PAGE.write_text(f"| part | 0.9 | test_part (1) |\n| part | 1.0 | {tests} |\n")
+    bench.add("part", "pass")
+    row = bench.run(budget=0)["part"]
+    assert (row.last_tested, row.verdict) == ("1.0", Verdict.WORKS if works else Verdict.NO_TIME)
+    assert row.message == ("the tests of page.md" if works else "")
 
 
 @pytest.mark.processes
@@ -316,6 +343,17 @@ def test_what_is_out_of_time_ends_and_the_rest_is_not_tried(bench: Bench, where:
     assert '"no time"' in (bench.directory / "canary/results.json").read_text()
 
 
+@pytest.mark.processes
+def test_the_files_of_a_parts_tests_are_not_among_those_of_other_runs(bench: Bench) -> None:
+    """pytest removes what earlier runs left there, which takes minutes if that is much: not the part's time."""
+    place = bench.directory / "place"
+    bench.add("part", f"open({str(place)!r}, 'w').write(str(tmp_path))")
+    bench.run()
+    used = Path(place.read_text())
+    assert not used.exists()
+    assert not [each for each in used.parents if each.name.startswith("pytest-of-")]
+
+
 def test_lookups_end(bench: Bench) -> None:
     def hang(_: Registries) -> Release:
         signal.raise_signal(signal.SIGALRM)
@@ -350,6 +388,7 @@ def test_the_exit_code_says_whether_users_get_something_broken() -> None:
     assert exit_code([row(WORKS)]) == exit_code([row(WORKS), row(BROKEN, half="")]) == 0
     assert exit_code([row(BROKEN), row(Verdict.COULD_NOT_LOOK)]) == 1
     assert exit_code([row(BROKEN, half=""), row(Verdict.COULD_NOT_LOOK)]) == 3
+    assert exit_code([row(WORKS)._replace(release=Release("1.2", doubt="no list"))]) == 3
     assert exit_code([row(Verdict.COULD_NOT_TRY)]) == exit_code([row(NO_TIME)]) == 3
 
 

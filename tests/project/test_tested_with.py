@@ -72,6 +72,15 @@ def test_a_run_may_have_several_files(tmp_path: Path) -> None:
     assert table(*files).splitlines()[-1] == "| runc | 1.1 | test_drivers (1), test_node (1) |"
 
 
+def test_a_test_that_several_runs_have_counts_once(tmp_path: Path) -> None:
+    """integration/canary runs some of the tests of integration/test --all again, with other versions or the same."""
+    for run, version in {"all": "1.1", "canary": "1.1", "newer": "1.5"}.items():
+        (tmp_path / run).mkdir()
+        results(tmp_path / run, case("test_pods", "a", ("runc", version)))
+    rows = table(*(tmp_path / each / "results.xml" for each in ("all", "canary", "newer"))).splitlines()[-2:]
+    assert rows == ["| runc | 1.1 | test_pods (1) |", "| runc | 1.5 | test_pods (1) |"]
+
+
 def test_an_incomplete_run_makes_no_table(tmp_path: Path) -> None:
     for outcome, said in (("failure", "failed"), ("error", "failed"), ("skipped", "was skipped")):
         bad = case("test_pods", "b", outcome=f'<{outcome} message="x"/>')

@@ -26,7 +26,8 @@ def table(*results: Path) -> str:
 
     Raises ValueError if a test failed or was skipped, or if none recorded what it ran with.
     """
-    rows: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    # Names of tests: several runs may have the same one.
+    rows: dict[tuple[str, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     cases = ((each, case) for each in results for case in ElementTree.parse(each).getroot().iter("testcase"))
     for file, case in cases:
         name = f"{case.get('classname', '')}.{case.get('name', '')}"
@@ -42,7 +43,7 @@ def table(*results: Path) -> str:
         for each in case.iter("property"):
             part = each.get("name", "")
             if not part.startswith(MEASURED):
-                rows[part, each.get("value", "")][module] += 1
+                rows[part, each.get("value", "")][module].add(name)
     if not rows:
         raise ValueError("no test says what it ran with; run integration/test --all first")
     return HEADER + "".join(
@@ -50,10 +51,10 @@ def table(*results: Path) -> str:
     )
 
 
-def _tests(modules: Mapping[str, int]) -> str:
+def _tests(modules: Mapping[str, set[str]]) -> str:
     if len(modules) > FILES_LIMIT:
-        return f"{sum(modules.values())} tests in {len(modules)} files"
-    return ", ".join(f"{module} ({count})" for module, count in sorted(modules.items()))
+        return f"{sum(map(len, modules.values()))} tests in {len(modules)} files"
+    return ", ".join(f"{module} ({len(names)})" for module, names in sorted(modules.items()))
 
 
 def with_table(document: str, new: str) -> str:

@@ -1,5 +1,7 @@
 """Pods of each version of the NVIDIA Container Toolkit that the agent accepts open their GPUs."""
 
+from collections.abc import Callable
+
 import pytest
 
 from integration.bed.machine.node import MACHINE
@@ -15,8 +17,9 @@ BINARIES = f"/var/lib/machines/{MACHINE}/usr/bin"
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_pod_opens_its_gpu(ready: Bed, version: str) -> None:
+def test_a_pod_opens_its_gpu(ready: Bed, version: str, record_property: Callable[[str, object], None]) -> None:
     """The image's toolkit is replaced while the machine runs. The whole specification is published, and verified."""
+    record_property("NVIDIA Container Toolkit", version)
     node = ready.node
     send_files(ready.guest, {file.name: file for file in toolkit_of(version).iterdir()}, BINARIES)
     assert f"version {version}\n" in node.run("nvidia-ctk", "--version").stdout
