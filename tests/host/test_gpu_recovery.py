@@ -467,6 +467,42 @@ def test_attempts_are_limited_over_restarts_and_reboots(
     assert sum("--gpu-reset" in call for call in smi.calls) == 3
 
 
+def test_a_gpu_whose_attempts_are_spent_is_not_taken_because_another_ones_turn_has_come(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = made(tmp_path, clock, monkeypatch, gate=False, recovery={**RESET, "attempts": 1})
+    smi = Smi(site)
+    site.asks_for_reset()
+    assert site.serve_and_work()
+    site.later(60)
+    site.asks_for_reset()
+    assert not site.serve()
+    site.asks_for_reset(FIRST)
+    assert site.serve_and_work()
+    assert [call for call in smi.calls if "--gpu-reset" in call] == [
+        f"--gpu-reset -i {each}" for each in (SECOND, FIRST)
+    ]
+    assert SECOND not in observe_gpus(site.host).tainted
+    assert site.granted() == (FIRST, SECOND), "its pods' containers can restart"
+
+
+def test_only_what_the_service_has_begun_is_reset(resetting: Served, smi: Smi) -> None:
+    """Otherwise nothing would go on with it if it failed."""
+    site = resetting
+    site.asks_for_reset(FIRST)
+    assert site.serve()
+    site.asks_for_reset()
+    smi.refusal = f"{LINKED}0\n"
+    work(site.agent, FAST)
+    assert set(observe_gpus(site.host).resetting) == {FIRST}
+    smi.refusal = ""
+    assert site.serve()
+    work(site.agent, FAST)
+    site.later(AGAIN)
+    site.serve_and_work()
+    assert nothing_left(site)
+
+
 def test_without_the_record_of_attempts_there_is_none(resetting: Served, smi: Smi) -> None:
     site = resetting
     site.asks_for_reset()
