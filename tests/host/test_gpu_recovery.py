@@ -434,6 +434,22 @@ def test_pods_keep_a_gpu_that_is_to_be_reset(
     assert len(resets(site)) == 1, "to wait is no attempt"
 
 
+def test_a_gpu_that_is_opened_meanwhile_again_and_again_is_tried_more_and_more_rarely(
+    resetting: Served, smi: Smi
+) -> None:
+    site, directories = resetting, list[Path]()
+    site.asks_for_reset()
+    times = 0
+    for _ in range(20):
+        site.meanwhile = [lambda: directories.append(site.hold(group=POD_GROUP, command=b"train"))]
+        times += site.serve_and_work()
+        shutil.rmtree(directories.pop(), ignore_errors=True) if directories else None
+        site.later(AGAIN / 2)
+    assert 2 <= times <= 5
+    assert "was opened in the meantime" in site.said(ConditionType.GPUS_HEALTHY)[2]
+    assert (site.granted(), smi.calls) == ((FIRST, SECOND), [])
+
+
 def resets(site: Served) -> list[float]:
     found: dict[str, list[float]] = json.loads(site.host.read(GPU_RESETS))
     return found[SECOND]

@@ -175,9 +175,16 @@ def record_tainted(system: System, address: str, *, evict: bool, reset: bool = F
     return _device(system, address) is not None
 
 
-def forget_detached(system: System, address: str) -> None:
-    """Record that the GPU is no longer detached, tainted or being reset. The caller must hold the pass lock."""
-    _change(system, address, lambda note: replace(note, taint=None, resetting=None, begun=None))
+def forget_detached(system: System, address: str, *, was_reset: bool = False) -> None:
+    """Record that the GPU is no longer detached, tainted or being reset. The caller must hold the pass lock.
+
+    If it `was_reset`, the service has no more to do for that. Otherwise, it remembers how often it has tried.
+    """
+
+    def forgotten(note: GpuNote) -> GpuNote:
+        return replace(note, taint=None, resetting=None, begun=None if was_reset else note.begun)
+
+    _change(system, address, forgotten)
 
 
 def record_resetting(system: System, address: str, resetting: Resetting) -> None:
