@@ -15,7 +15,7 @@ from agent.host import gpu_recovery
 from agent.host.detach import attach, detach
 from agent.host.gpu_recovery import AGAIN, LATEST, UNIT, begin, work
 from agent.host.reconcile import Reconciler
-from agent.host.state.gpus import forget_tests, observe_gpus, record_fault
+from agent.host.state.gpus import forget_tests, observe_gpus, record_fault, record_recovered
 from agent.model.conditions import ConditionType
 from agent.model.contract import (
     Effect,
@@ -391,6 +391,20 @@ def test_what_a_test_found_does_not_make_the_service_reset_again_and_again(reset
     assert not site.serve()
     assert observe_gpus(site.host).faults[SECOND].source == GPU_TEST
     assert sum("--gpu-reset" in call for call in smi.calls) == 1
+
+
+def test_a_reset_that_the_driver_no_longer_asks_for_is_not_made_for_a_test(resetting: Served, smi: Smi) -> None:
+    """What the test has found stays: a person decides."""
+    site = resetting
+    site.asks_for_reset()
+    at = time.time()
+    assert record_fault(site.host, SECOND, GpuFault("TestFailed", "simulated", at, Verdict.NEEDS_RESET, at, GPU_TEST))
+    assert site.serve()
+    assert record_recovered(site.host, SECOND)
+    site.later(LATEST)
+    assert not site.serve()
+    assert observe_gpus(site.host).faults[SECOND].source == GPU_TEST
+    assert site.state() == ("TestFailed", Effect.NO_SCHEDULE)
 
 
 def test_a_gpu_is_tested_after_its_reset(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

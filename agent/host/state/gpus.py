@@ -292,13 +292,15 @@ def record_recovered(system: System, address: str, said: float = math.inf) -> bo
 
     def recovered(note: GpuNote) -> GpuNote:
         fault = note.fault
-        # A GPU that computes wrongly may say that it is healthy.
-        if fault is None or fault.source == GPU_TEST or fault.last + REPEATED >= said:
+        if fault is None or fault.last + REPEATED >= said:
             return note
-        if fault.verdict not in needed and (by_driver or not fault.until_answer):
+        # A GPU that computes wrongly may say that it is healthy, but no longer asks for a reset.
+        left = replace(fault, own_word=False) if fault.source == GPU_TEST else None
+        stays = fault.verdict not in needed and (by_driver or not fault.until_answer)
+        if left == fault or (left is None and stays):
             return note
         # What the GPU said before the driver's word does not count.
-        return replace(note, fault=None, attached=time.time() if by_driver else note.attached, binding=bound)
+        return replace(note, fault=left, attached=time.time() if by_driver else note.attached, binding=bound)
 
     return _change(system, address, recovered)
 
