@@ -142,7 +142,8 @@ def _runs(name: str, reconciler: Reconciler) -> bool:
     records of a machine that may be running must be kept.
     """
     started = time.monotonic()
-    stopping = min(stop_limit(settings_of(name, reconciler.config)) + STOP_ANSWER, WAIT_LIMIT)
+    # Once for ExecStop=, if the machine half answered it, and once for systemd's own stop.
+    stopping = min(2 * stop_limit(settings_of(name, reconciler.config)) + STOP_ANSWER, WAIT_LIMIT)
     while True:
         machines = reconciler.preview()[0].machines
         state = next((machine.unit_state for machine in machines if machine.name == name), Absent("no such machine"))

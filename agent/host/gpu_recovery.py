@@ -139,7 +139,10 @@ def work(reconciler: Reconciler, timing: Timing = Timing()) -> None:
 
 def _wanted_now(reconciler: Reconciler, what: What) -> list[str]:
     outcome = reconciler.reconcile()
-    found = wanted(reconciler.config, outcome.facts, outcome.machines)
+    found, begun = wanted(reconciler.config, outcome.facts, outcome.machines), outcome.facts.gpus.begun
+    if what == "reset":
+        # Without this record, nothing would go on with a reset that fails.
+        found = {each: wants for each, wants in found.items() if each in begun and begun[each].what == what}
     return [each for each, wants in found.items() if wants == what and _may_begin(each, what, outcome.machines)]
 
 
@@ -152,8 +155,11 @@ def _reset(address: str, reconciler: Reconciler, timing: Timing) -> str:
     try:
         reset = gpu_reset.prepare([address], reconciler, evict=False, seconds=0.0, timing=timing)
         (removal,) = reset.removals
-        if address not in observe_gpus(system).resetting and (held := removal.check()):
-            return f"in use by {'; by '.join(describe(held, removal.gpu))}"
+        if address not in observe_gpus(system).resetting:
+            if held := removal.check():
+                return f"in use by {'; by '.join(describe(held, removal.gpu))}"
+            # The unit may run for another GPU. One that must not be reset is not taken from its machine either.
+            require_reset_left(system, address, recovery.attempts, recovery.hours)
         reset.policy = "refuse"
         reset.allow = partial(count_reset, system, attempts=recovery.attempts, hours=recovery.hours)
         ending = reset.run()

@@ -302,7 +302,7 @@ class Reset(Struct):
         with pass_lock(system, self.reconciler.progress):
             for address in self.addresses:
                 forget_fault(system, address, self._recorded(address).done)
-                forget_detached(system, address)
+                forget_detached(system, address, was_reset=True)
             self._forget_shared()
         giving = Removal(first.gpu, tuple(self.machines), self.reconciler, first.timing, remarks=failed)
         outcome = giving.passes(f"get {self.names} back", giving.not_reported)

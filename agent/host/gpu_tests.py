@@ -174,6 +174,8 @@ class _Tests(Struct):
     """Machines that have said all."""
     heard: dict[str, float] = field(default_factory=dict)
     """When each machine last said something new, by CLOCK_MONOTONIC."""
+    asked: float = 0.0
+    """When all were asked."""
 
     @property
     def _machines(self) -> list[str]:
@@ -194,7 +196,8 @@ class _Tests(Struct):
         for name in names:
             gpus = tuple(_link(system, address) for address, place in self.places.items() if place == name)
             requests[name] = render_test_request(self.request._replace(gpus=gpus))
-        self.heard = dict.fromkeys(names, time.monotonic())
+        self.asked = time.monotonic()
+        self.heard = dict.fromkeys(names, self.asked)
         if failures := publish_documents(system, gpu_test_file, requests, names):
             raise AgentError("; ".join(failures))
         self.reconciler.wait(self._look, math.inf, self.timing.poll)
@@ -238,6 +241,11 @@ class _Tests(Struct):
         if now - self.heard[name] > limit:
             old = "" if name in self.began else ", and its image may have an older agent"
             self.problems[name] = f"machine {name} has not answered for {limit:.0f} s{why}; {SEE.format(name)}{old}"
+        # Until the last machine has finished, the GPUs of all are withheld.
+        own = sum(place == name for place in self.places.values())
+        most = own * (DEVICES * self.request.seconds + 2 * (FIRST_CONTEXT + MARGIN))
+        if now - self.asked > most:
+            self.problems[name] = f"machine {name} has not finished within {most:.0f} s; {SEE.format(name)}"
 
     def end(self) -> None:
         """Withdraw the requests, record the results, and give the GPUs back to new pods."""

@@ -445,6 +445,17 @@ def test_a_machine_that_names_ever_more_devices_is_not_waited_for(site: Site) ->
     assert f"machine {MACHINE} names more devices than its GPUs can have" in tried.results[0].message
 
 
+def test_a_machine_that_goes_on_and_on_keeps_the_gpus_of_others_only_for_a_time(site: Site, clock: Clock) -> None:
+    """It says something new often enough to be waited for, and the test holds the GPUs of all machines."""
+    clock.least = 100.0
+    said = [result(uuid=f"MIG-{number}") for number in range(8)]
+    site.meanwhile = [lambda: None, *(says(site, *said[: number // 2], done=False) for number in range(16))]
+    (tried,) = run_tests([SECOND], 0.0, False, site.agent, FAST)
+    assert tried.end is GpuTestEnd.NOT_RUN
+    assert f"machine {MACHINE} has not finished within" in tried.results[-1].message
+    assert clock.passed < 900
+
+
 def test_slow_under_force_is_no_verdict(site: Site) -> None:
     """A pod may have used the GPU meanwhile."""
     site.meanwhile = [lambda: None, says(site, result(end=FAILED, slow=("memory_bandwidth",)))]

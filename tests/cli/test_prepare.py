@@ -80,6 +80,23 @@ def test_a_start_that_replaces_a_stop_waits_until_the_machine_has_stopped(
     assert parse_live(gpu_host.read(live_file(MACHINE))) == outcome.machines[0].start_settings
 
 
+def test_a_start_waits_as_long_as_systemd_may_take_for_a_stop(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TimeoutStopSec=160 counts for ExecStop=, if the machine half answered it, and again for systemd's own stop."""
+    gpu_host.write(live_file(MACHINE), b"the last run's")
+    units(gpu_host, "deactivating")
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 319:
+            units(gpu_host, "inactive", stopped_at=1)
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", sleep)
+    outcome = prepare(MACHINE, reconciler(gpu_host))
+    assert parse_live(gpu_host.read(live_file(MACHINE))) == outcome.machines[0].start_settings
+
+
 @pytest.mark.parametrize("state", ["deactivating", "unseen"])
 def test_a_machine_that_may_still_run_keeps_its_record(
     gpu_host: Host, monkeypatch: pytest.MonkeyPatch, state: str

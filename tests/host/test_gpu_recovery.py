@@ -15,7 +15,7 @@ from agent.host import gpu_recovery
 from agent.host.detach import attach, detach
 from agent.host.gpu_recovery import AGAIN, LATEST, UNIT, begin, work
 from agent.host.reconcile import Reconciler
-from agent.host.state.gpus import forget_tests, observe_gpus, record_fault
+from agent.host.state.gpus import forget_tests, observe_gpus, record_fault, record_recovered
 from agent.model.conditions import ConditionType
 from agent.model.contract import (
     Effect,
@@ -393,6 +393,20 @@ def test_what_a_test_found_does_not_make_the_service_reset_again_and_again(reset
     assert sum("--gpu-reset" in call for call in smi.calls) == 1
 
 
+def test_a_reset_that_the_driver_no_longer_asks_for_is_not_made_for_a_test(resetting: Served, smi: Smi) -> None:
+    """What the test has found stays: a person decides."""
+    site = resetting
+    site.asks_for_reset()
+    at = time.time()
+    assert record_fault(site.host, SECOND, GpuFault("TestFailed", "simulated", at, Verdict.NEEDS_RESET, at, GPU_TEST))
+    assert site.serve()
+    assert record_recovered(site.host, SECOND)
+    site.later(LATEST)
+    assert not site.serve()
+    assert observe_gpus(site.host).faults[SECOND].source == GPU_TEST
+    assert site.state() == ("TestFailed", Effect.NO_SCHEDULE)
+
+
 def test_a_gpu_is_tested_after_its_reset(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """No pod gets it in between."""
     site = made(tmp_path, clock, monkeypatch, recovery=RESET)
@@ -434,6 +448,22 @@ def test_pods_keep_a_gpu_that_is_to_be_reset(
     assert len(resets(site)) == 1, "to wait is no attempt"
 
 
+def test_a_gpu_that_is_opened_meanwhile_again_and_again_is_tried_more_and_more_rarely(
+    resetting: Served, smi: Smi
+) -> None:
+    site, directories = resetting, list[Path]()
+    site.asks_for_reset()
+    times = 0
+    for _ in range(20):
+        site.meanwhile = [lambda: directories.append(site.hold(group=POD_GROUP, command=b"train"))]
+        times += site.serve_and_work()
+        shutil.rmtree(directories.pop(), ignore_errors=True) if directories else None
+        site.later(AGAIN / 2)
+    assert 2 <= times <= 5
+    assert "was opened in the meantime" in site.said(ConditionType.GPUS_HEALTHY)[2]
+    assert (site.granted(), smi.calls) == ((FIRST, SECOND), [])
+
+
 def resets(site: Served) -> list[float]:
     found: dict[str, list[float]] = json.loads(site.host.read(GPU_RESETS))
     return found[SECOND]
@@ -465,6 +495,42 @@ def test_attempts_are_limited_over_restarts_and_reboots(
     assert site.serve_and_work()
     assert site.state() == NONE
     assert sum("--gpu-reset" in call for call in smi.calls) == 3
+
+
+def test_a_gpu_whose_attempts_are_spent_is_not_taken_because_another_ones_turn_has_come(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = made(tmp_path, clock, monkeypatch, gate=False, recovery={**RESET, "attempts": 1})
+    smi = Smi(site)
+    site.asks_for_reset()
+    assert site.serve_and_work()
+    site.later(60)
+    site.asks_for_reset()
+    assert not site.serve()
+    site.asks_for_reset(FIRST)
+    assert site.serve_and_work()
+    assert [call for call in smi.calls if "--gpu-reset" in call] == [
+        f"--gpu-reset -i {each}" for each in (SECOND, FIRST)
+    ]
+    assert SECOND not in observe_gpus(site.host).tainted
+    assert site.granted() == (FIRST, SECOND), "its pods' containers can restart"
+
+
+def test_only_what_the_service_has_begun_is_reset(resetting: Served, smi: Smi) -> None:
+    """Otherwise nothing would go on with it if it failed."""
+    site = resetting
+    site.asks_for_reset(FIRST)
+    assert site.serve()
+    site.asks_for_reset()
+    smi.refusal = f"{LINKED}0\n"
+    work(site.agent, FAST)
+    assert set(observe_gpus(site.host).resetting) == {FIRST}
+    smi.refusal = ""
+    assert site.serve()
+    work(site.agent, FAST)
+    site.later(AGAIN)
+    site.serve_and_work()
+    assert nothing_left(site)
 
 
 def test_without_the_record_of_attempts_there_is_none(resetting: Served, smi: Smi) -> None:

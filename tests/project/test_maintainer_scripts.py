@@ -58,7 +58,7 @@ def invoked(
     for name in ("deb-systemd-invoke", "deb-systemd-helper", "systemctl"):
         program(tmp_path / "bin" / name, 'echo "$@" >>"$LOG"' if name == logged else "")
     (tmp_path / "run/systemd/system").mkdir(parents=True, exist_ok=True)
-    text = re.sub(r"(?<!\w)/(etc|opt|run|usr/lib|var)\b", rf"{tmp_path}/\1", path.read_text())
+    text = re.sub(r"(?<!\w)/(etc|opt|run|usr/lib|usr/local|var)\b", rf"{tmp_path}/\1", path.read_text())
     environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LOG": str(log)}
     subprocess.run(["sh", "-c", text, script, *arguments], env=environment, check=True)
     return [line.split() for line in log.read_text().splitlines()]
@@ -100,6 +100,23 @@ def test_a_removal_stops_every_unit_of_the_machine_half(scripts: Path, tmp_path:
     # Otherwise they would start the services again.
     kinds = [unit.rpartition(".")[2] for unit in units]
     assert kinds == sorted(kinds, key="service".__eq__)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("whose", ["a checkout", "the former release"])
+def test_only_a_checkouts_units_are_to_be_removed(
+    scripts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], whose: str
+) -> None:
+    """A former release that runs again has its units in the same place, and stays if the package is only configured."""
+    unit = tmp_path / "usr/local/lib/systemd/system/unbounded-agent.service"
+    unit.parent.mkdir(parents=True)
+    unit.touch()
+    former = tmp_path / "usr/lib/unbounded-agent/former"
+    former.mkdir(parents=True)
+    if whose == "the former release":
+        (former / "went-back").touch()
+    invoked(scripts, tmp_path, HOST, "postinst", "configure", "1.0")
+    assert ("rm /usr/local/lib" in capfd.readouterr().err.replace(str(tmp_path), "")) is (whose == "a checkout")
 
 
 @pytest.mark.processes

@@ -226,6 +226,9 @@ FOREIGN = {
     "the host is in its way, as a service that runs already": ("exit-code", "75"),
     "a command of ExecStartPre fails, as on a full disk": ("exit-code", "0"),
     "the same at the first start": ("exit-code", ""),
+    "the same after somebody killed it": ("exit-code", "KILL"),
+    "somebody interrupts its start": ("exit-code", "130"),
+    "somebody ends its start": ("protocol", "TERM"),
     "a GPU's driver blocks it in the kernel": ("watchdog", "KILL"),
     "a GPU's driver blocks it for good": ("watchdog", ""),
     "a disk blocks its start": ("timeout", "KILL"),
@@ -350,6 +353,16 @@ def test_a_trial_ends_after_a_time_of_running(upgraded: Host) -> None:
     assert [call for call in upgraded.calls() if call.startswith("systemd-run")] == [scheduled]
 
 
+def test_units_of_an_unfinished_way_back_go_with_the_trial(upgraded: Host) -> None:
+    """After a power cut before the link was set, the new release may run well with the former one's units."""
+    program(upgraded.root / "bin/ln", 'kill -9 "$PPID"')
+    upgraded.ended("exit-code", "1", KILL_AT="ln")
+    assert (upgraded.runs, upgraded.put()) == ("1.1", dict.fromkeys(FILES, "1.0"))
+    upgraded.trial("end")
+    assert upgraded.put() == {}
+    assert "systemctl daemon-reload" in upgraded.calls()
+
+
 def test_the_end_of_the_time_leaves_a_former_release_that_runs(upgraded: Host) -> None:
     upgraded.ended("exit-code", "1")
     upgraded.trial("end")
@@ -359,6 +372,7 @@ def test_the_end_of_the_time_leaves_a_former_release_that_runs(upgraded: Host) -
 def test_a_removal_removes_all(upgraded: Host) -> None:
     upgraded.ended("exit-code", "1")
     upgraded.trial("remove")
+    assert "systemctl stop unbounded-agent-trial.timer" in upgraded.calls(), "it would start what is removed"
     assert not upgraded.exists(FORMER)
     assert upgraded.put() == {}
     assert not (upgraded.root / LOCAL / "systemd").exists()

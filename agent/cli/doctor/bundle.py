@@ -390,6 +390,8 @@ def write_bundle(path: str, report: Report, reconciler: Reconciler) -> tuple[str
     now = time.time()
     left_out: list[str] = []
     buffer, total = io.BytesIO(), 0
+    line = read_seen(reconciler.system.read_text, CMDLINE)
+    parameters = _parameters(line) if isinstance(line, str) else {}
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for name, read in _contents(report, reconciler):
             try:
@@ -397,6 +399,8 @@ def write_bundle(path: str, report: Report, reconciler: Reconciler) -> tuple[str
             except (CommandError, OSError) as error:
                 left_out.append(f"{name}: {error}")
                 continue
+            for whole, shown in parameters.items():
+                text = re.sub(rf"(?<!\S){re.escape(whole)}(?!\S)", shown.replace("\\", r"\\"), text)
             data = redacted(text).encode(errors="replace")[-FILE_LIMIT:]
             total += len(data)
             if total > TOTAL_LIMIT:
@@ -428,7 +432,7 @@ def _contents(report: Report, reconciler: Reconciler) -> Iterator[tuple[str, Cal
     yield "settings.json", lambda: json.dumps(to_builtins(reconciler.config), indent=1)
     for path in FILES:
         yield f"files{path}", partial(system.read_text, path)
-    yield f"files{CMDLINE}", lambda: _parameters(system.read_text(CMDLINE))
+    yield f"files{CMDLINE}", partial(system.read_text, CMDLINE)
     commands = {f"commands/{name}": argv for name, argv in COMMANDS.items()}
     names = read_seen(system.entries, STATE)
     records = [f"{STATE}/{name}" for name in (names if isinstance(names, tuple) else ()) if name.endswith(".json")]
@@ -450,16 +454,16 @@ def _contents(report: Report, reconciler: Reconciler) -> Iterator[tuple[str, Cal
             yield f"commands/{program}", partial(system.run, *command, timeout=REPORT_LIMIT + 30)
 
 
-def _parameters(command_line: str) -> str:
-    """Return the kernel's command line without the values of unknown parameters."""
-
-    def shown(word: str) -> str:
+def _parameters(command_line: str) -> dict[str, str]:
+    """Return the kernel's unknown parameters, with what is shown of them. Logs have them too."""
+    found = dict[str, str]()
+    for word in command_line.split():
         name, is_set, _ = word.partition("=")
         module = name.partition(".")[0].replace("-", "_")
         known = PARAMETERS.fullmatch(name) or any(fnmatch.fnmatchcase(module, each) for each in MODULES)
-        return word if known or not is_set else f"{name}={REMOVED}"
-
-    return f"{' '.join(map(shown, command_line.split()))}\n"
+        if is_set and not known:
+            found[word] = f"{name}={REMOVED}"
+    return found
 
 
 def doctor(options: argparse.Namespace, reconciler: Reconciler) -> int:

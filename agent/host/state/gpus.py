@@ -175,9 +175,16 @@ def record_tainted(system: System, address: str, *, evict: bool, reset: bool = F
     return _device(system, address) is not None
 
 
-def forget_detached(system: System, address: str) -> None:
-    """Record that the GPU is no longer detached, tainted or being reset. The caller must hold the pass lock."""
-    _change(system, address, lambda note: replace(note, taint=None, resetting=None, begun=None))
+def forget_detached(system: System, address: str, *, was_reset: bool = False) -> None:
+    """Record that the GPU is no longer detached, tainted or being reset. The caller must hold the pass lock.
+
+    If it `was_reset`, the service has no more to do for that. Otherwise, it remembers how often it has tried.
+    """
+
+    def forgotten(note: GpuNote) -> GpuNote:
+        return replace(note, taint=None, resetting=None, begun=None if was_reset else note.begun)
+
+    _change(system, address, forgotten)
 
 
 def record_resetting(system: System, address: str, resetting: Resetting) -> None:
@@ -285,13 +292,15 @@ def record_recovered(system: System, address: str, said: float = math.inf) -> bo
 
     def recovered(note: GpuNote) -> GpuNote:
         fault = note.fault
-        # A GPU that computes wrongly may say that it is healthy.
-        if fault is None or fault.source == GPU_TEST or fault.last + REPEATED >= said:
+        if fault is None or fault.last + REPEATED >= said:
             return note
-        if fault.verdict not in needed and (by_driver or not fault.until_answer):
+        # A GPU that computes wrongly may say that it is healthy, but no longer asks for a reset.
+        left = replace(fault, own_word=False) if fault.source == GPU_TEST else None
+        stays = fault.verdict not in needed and (by_driver or not fault.until_answer)
+        if left == fault or (left is None and stays):
             return note
         # What the GPU said before the driver's word does not count.
-        return replace(note, fault=None, attached=time.time() if by_driver else note.attached, binding=bound)
+        return replace(note, fault=left, attached=time.time() if by_driver else note.attached, binding=bound)
 
     return _change(system, address, recovered)
 

@@ -100,9 +100,11 @@ def own_fault(gpu: Gpu, facts: Facts) -> GpuFault | None:
 
 
 def recovered_at(gpu: Gpu, facts: Facts) -> float:
-    """Return when the GPU has withdrawn what is recorded against it; 0 if it has not."""
+    """Return when the GPU has withdrawn what is recorded against it, or its wish for a reset; 0 if it has not."""
     fault, answer = facts.gpus.faults.get(gpu.pci_address), own_answer(gpu, facts)
-    if not fault or fault.source == GPU_TEST or not answer or not answer.said or own_fault(gpu, facts):
+    if not fault or not answer or not answer.said or own_fault(gpu, facts):
+        return 0.0
+    if fault.source == GPU_TEST and not fault.own_word:
         return 0.0
     return answer.asked if fault.until_answer or host_vendor(gpu.vendor).needs_nothing(answer) else 0.0
 

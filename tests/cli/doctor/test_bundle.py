@@ -113,6 +113,15 @@ done
 """
 
 
+def test_parameters_of_the_kernel_are_removed_everywhere(seeded: Host) -> None:
+    """The kernel's log begins with them, and the vendor's report has them."""
+    line = "root=/dev/vda1 installer=s3cr3tvalue a\\d=1 x=1 quiet"
+    seeded.file("/proc/cmdline", f"{line}\n")
+    seeded.runner.answers = Journal(seeded.runner.answers, f"Command line: {line}\nmax=1 x=12")
+    log = written(seeded)["commands/kernel.log"]
+    assert f"Command line: root=/dev/vda1 installer={REMOVED} a\\d={REMOVED} x={REMOVED} quiet\nmax=1 x=12\n" in log
+
+
 def sandboxed(host: Host) -> list[tuple[str, ...]]:
     return [argv for argv in host.runner.calls if argv[0] == "systemd-run"]
 
