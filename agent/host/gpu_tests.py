@@ -242,8 +242,8 @@ class _Tests(Struct):
             old = "" if name in self.began else ", and its image may have an older agent"
             self.problems[name] = f"machine {name} has not answered for {limit:.0f} s{why}; {SEE.format(name)}{old}"
         # Until the last machine has finished, the GPUs of all are withheld.
-        own = sum(place == name for place in self.places.values())
-        most = own * (DEVICES * self.request.seconds + 2 * (FIRST_CONTEXT + MARGIN))
+        its_gpus = sum(place == name for place in self.places.values())
+        most = its_gpus * (DEVICES * self.request.seconds + 2 * (FIRST_CONTEXT + MARGIN))
         if now - self.asked > most:
             self.problems[name] = f"machine {name} has not finished within {most:.0f} s; {SEE.format(name)}"
 
