@@ -363,6 +363,14 @@ def test_units_of_an_unfinished_way_back_go_with_the_trial(upgraded: Host) -> No
     assert "systemctl daemon-reload" in upgraded.calls()
 
 
+def test_the_time_of_one_trial_does_not_end_the_next(upgraded: Host) -> None:
+    """Until the next release is ready, the timer would be that of the one before it."""
+    upgraded.trial("ready")
+    (upgraded.root / "calls").unlink()
+    upgraded.upgrade("1.2")
+    assert upgraded.calls()[0] == "systemctl stop unbounded-agent-trial.timer"
+
+
 def test_the_end_of_the_time_leaves_a_former_release_that_runs(upgraded: Host) -> None:
     upgraded.ended("exit-code", "1")
     upgraded.trial("end")
