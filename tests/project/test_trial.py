@@ -192,7 +192,6 @@ OWN = {
     "an abort with a core dump": ("core-dump", "ABRT"),
     "the watchdog": ("watchdog", "ABRT"),
     "it hangs before its first pass": ("timeout", "ABRT"),
-    "it ends before it is ready": ("protocol", "0"),
 }
 
 
@@ -229,6 +228,7 @@ FOREIGN = {
     "the same after somebody killed it": ("exit-code", "KILL"),
     "somebody interrupts its start": ("exit-code", "130"),
     "somebody ends its start": ("protocol", "TERM"),
+    "somebody ends its first pass": ("protocol", "0"),
     "a GPU's driver blocks it in the kernel": ("watchdog", "KILL"),
     "a GPU's driver blocks it for good": ("watchdog", ""),
     "a disk blocks its start": ("timeout", "KILL"),
