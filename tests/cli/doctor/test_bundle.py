@@ -114,7 +114,7 @@ done
 
 
 def test_parameters_of_the_kernel_are_removed_everywhere(seeded: Host) -> None:
-    """The kernel's log begins with them, and the vendor's report has them."""
+    """The kernel log begins with them, and the vendor's report has them."""
     line = "root=/dev/vda1 installer=s3cr3tvalue a\\d=1 x=1 quiet"
     seeded.file("/proc/cmdline", f"{line}\n")
     seeded.runner.answers = Journal(seeded.runner.answers, f"Command line: {line}\nmax=1 x=12")
