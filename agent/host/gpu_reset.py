@@ -302,8 +302,9 @@ class Reset(Struct):
         with pass_lock(system, self.reconciler.progress):
             for address in self.addresses:
                 forget_fault(system, address, self._recorded(address).done)
-                forget_detached(system, address, was_reset=True)
             self._forget_shared()
+            for address in self.addresses:
+                forget_detached(system, address, was_reset=True)
         giving = Removal(first.gpu, tuple(self.machines), self.reconciler, first.timing, remarks=failed)
         outcome = giving.passes(f"get {self.names} back", giving.not_reported)
         have = [each.name for each in outcome.machines if not set(self.addresses).isdisjoint(each.gpus)]
@@ -323,6 +324,7 @@ class Reset(Struct):
         vendor = self.removals[0].gpu.vendor
         every = {gpu.pci_address for each in self.facts.vendors for gpu in each.gpus if gpu.vendor == vendor}
         if every <= set(self.addresses):
+            done = min(self._recorded(each).done for each in self.addresses)
             for address, fault in self.facts.gpus.faults.items():
                 if fault.vendor == vendor:
-                    forget_fault(self.reconciler.system, address)
+                    forget_fault(self.reconciler.system, address, done)

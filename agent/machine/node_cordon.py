@@ -85,7 +85,9 @@ def _change(system: System, identity: Identity, fenced: Sequence[FencedGpu], wan
     is_cordoned = (node.get("spec") or {}).get("unschedulable") is True
     found = (node["metadata"].get("annotations") or {}).get(CORDONED_FOR)
     cordoned, noted, said = decide(is_cordoned, found, _words(fenced), _words(wanted))
-    if noted is not None:
+    # Until then, `start` may hand over a cordon of its own.
+    looks_again = noted is not None or (cordoned and bool(fenced))
+    if looks_again:
         # First, so that a run after this one, without the host status, looks at the Node.
         system.write(NODE_CORDON_MARK, f"{identity.node}\n".encode(), 0o600)
     if (cordoned, noted) != (is_cordoned, found):
@@ -93,7 +95,7 @@ def _change(system: System, identity: Identity, fenced: Sequence[FencedGpu], wan
         metadata = {"resourceVersion": node["metadata"]["resourceVersion"], "annotations": {CORDONED_FOR: noted}}
         client.request("PATCH", path, {"metadata": metadata, "spec": {"unschedulable": cordoned or None}})
         say(INFO, f"node {identity.node}: {said or 'the cordon for GPUs has ended'}")
-    if noted is None:
+    if not looks_again:
         system.remove(NODE_CORDON_MARK)
     return said
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent.host.detach import Timing, attach
 from agent.host.gpu_reset import prepare
@@ -353,3 +354,18 @@ def test_a_reset_of_all_gpus_ends_an_error_that_concerned_all(site: Site, smi: S
     assert notes(site).faults
     assert command(site.agent, f"gpus reset {FIRST} {SECOND}") == 0
     assert not notes(site).faults
+
+
+def test_an_error_that_concerns_all_and_comes_after_the_reset_stays(site: Site, smi: Smi) -> None:
+    switch, fault = "0000:05:00.0", GpuFault("SXid20034", "simulated", 1.0, Verdict.NEEDS_RESET, 1.0, vendor="nvidia")
+    site.host.symlink(f"/sys/bus/pci/devices/{switch}", f"../../../devices/pci0000:00/{switch}")
+    assert record_fault(site.host, switch, fault)
+
+    def fail(call: int) -> None:
+        if any(notes(site).resetting[each].done for each in notes(site).resetting):
+            now = time.time()
+            record_fault(site.host, switch, replace(fault, reason="SXid12028", verdict=Verdict.NEEDS_REBOOT, last=now))
+
+    smi.before = fail
+    assert command(site.agent, f"gpus reset {FIRST} {SECOND}") == 1
+    assert notes(site).faults[switch].reason == "SXid12028"

@@ -14,6 +14,7 @@ from agent.config.settings import Config
 from agent.host import gpu_recovery
 from agent.host.detach import attach, detach
 from agent.host.gpu_recovery import AGAIN, LATEST, UNIT, begin, work
+from agent.host.gpu_tests import run_tests
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import forget_tests, observe_gpus, record_fault, record_recovered
 from agent.model.conditions import ConditionType
@@ -588,6 +589,25 @@ def test_a_reset_that_was_killed_goes_on_by_itself(resetting: Served, smi: Smi, 
     site.later(AGAIN)
     assert site.serve_and_work()
     assert (site.granted(), site.state(), smi.persistent[SECOND]) == ((FIRST, SECOND), NONE, True)
+
+
+def test_a_test_by_hand_does_not_end_a_reset_that_was_killed(resetting: Served, smi: Smi) -> None:
+    """Before the GPU was taken from its machine."""
+    site = resetting
+    site.asks_for_reset()
+    assert site.serve()
+    site.meanwhile = [interrupt]
+    with pytest.raises(Interrupted):
+        work(site.agent, FAST)
+    assert SECOND in observe_gpus(site.host).resetting
+    run_tests([SECOND], 0.0, False, site.agent, FAST)
+    site.later(AGAIN)
+    assert site.serve_and_work()
+    assert (nothing_left(site), site.state()) == (True, NONE)
+
+
+def interrupt() -> None:
+    raise Interrupted
 
 
 class Mortal:

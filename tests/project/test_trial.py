@@ -192,7 +192,6 @@ OWN = {
     "an abort with a core dump": ("core-dump", "ABRT"),
     "the watchdog": ("watchdog", "ABRT"),
     "it hangs before its first pass": ("timeout", "ABRT"),
-    "it ends before it is ready": ("protocol", "0"),
 }
 
 
@@ -229,6 +228,7 @@ FOREIGN = {
     "the same after somebody killed it": ("exit-code", "KILL"),
     "somebody interrupts its start": ("exit-code", "130"),
     "somebody ends its start": ("protocol", "TERM"),
+    "somebody ends its first pass": ("protocol", "0"),
     "a GPU's driver blocks it in the kernel": ("watchdog", "KILL"),
     "a GPU's driver blocks it for good": ("watchdog", ""),
     "a disk blocks its start": ("timeout", "KILL"),
@@ -361,6 +361,14 @@ def test_units_of_an_unfinished_way_back_go_with_the_trial(upgraded: Host) -> No
     upgraded.trial("end")
     assert upgraded.put() == {}
     assert "systemctl daemon-reload" in upgraded.calls()
+
+
+def test_the_time_of_one_trial_does_not_end_the_next(upgraded: Host) -> None:
+    """Until the next release is ready, the timer would be that of the one before it."""
+    upgraded.trial("ready")
+    (upgraded.root / "calls").unlink()
+    upgraded.upgrade("1.2")
+    assert upgraded.calls()[0] == "systemctl stop unbounded-agent-trial.timer"
 
 
 def test_the_end_of_the_time_leaves_a_former_release_that_runs(upgraded: Host) -> None:

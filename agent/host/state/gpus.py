@@ -219,7 +219,9 @@ def record_test(
     def tested(note: GpuNote) -> GpuNote:
         over = note.fault and note.fault.source == GPU_TEST and note.fault.reason in ended
         fault, taint = None if over else note.fault, None if note.taint and note.taint.testing else note.taint
-        return replace(note, fault=fault, taint=taint, test=test, tested_binding=bound, begun=None)
+        # A reset that was killed goes on.
+        begun = note.begun if note.resetting else None
+        return replace(note, fault=fault, taint=taint, test=test, tested_binding=bound, begun=begun)
 
     _change(system, address, tested)
 

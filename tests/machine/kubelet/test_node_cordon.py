@@ -249,6 +249,19 @@ def test_a_cordon_that_start_has_handed_over_is_the_agents(node: Node) -> None:
     assert state(node) == (False, None)
 
 
+def test_a_cordon_that_start_hands_over_just_before_the_gpu_recovers_is_lifted(node: Node) -> None:
+    """Until then, it was somebody else's."""
+    person(node, cordons=True)
+    fence(node, FIRST)
+    run(node)
+    found = node.api.objects[PATH]
+    node.api.put(PATH, {**found, "metadata": {**found["metadata"], "annotations": {CORDONED_FOR: "start"}}})
+    node.drop(HOST_STATUS)
+    assert run(node) == ""
+    assert state(node) == (False, None)
+    assert not node.exists(NODE_CORDON_MARK)
+
+
 def test_the_version_keeps_a_cordon_that_somebody_made_meanwhile(node: Node) -> None:
     """Between the look at the Node and the change of it."""
     fence(node, FIRST)
