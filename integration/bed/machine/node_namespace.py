@@ -111,5 +111,6 @@ class NodeNamespace:
         """Change the note of when the condition was last set: make that time so many seconds earlier."""
         notes = Notes(self._system)
         noted = notes.load(NOTE)
-        noted["applied"]["heartbeat"] -= seconds
+        for each in noted["conditions"].values():
+            each["heartbeat"] -= seconds
         notes.save(NOTE, noted)
