@@ -470,7 +470,13 @@ def test_a_deleted_node_is_named_so(node: Node) -> None:
 
 def test_an_api_server_that_hangs(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_server, "REQUEST_LIMIT", 0.3)
-    node.api.answer = lambda *_: time.sleep(1)
+
+    def late(*_: str) -> tuple[int, Object]:
+        time.sleep(1)
+        # Not the change itself: by then, another test may look at its Node on this server.
+        return failure(503, "late")
+
+    node.api.answer = late
     assert run(node, NOW) == ("False", "APIUnreachable")
     assert node.outcome_message().startswith(f"{KUBECONFIG}: PATCH {STATUS}: no answer from https://127.0.0.1:")
 
