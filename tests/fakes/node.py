@@ -10,7 +10,7 @@ from agent.model.conditions import Condition, ConditionType, Reason, true
 from agent.model.contract import render_host_status
 from agent.system.process import Completed
 from tests.fakes.api_server import NODES, ApiServer, Object
-from tests.fakes.machine import Machine
+from tests.fakes.machine import Machine, gpu_machine
 
 NOW = 1_800_000_000.0
 READY = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
@@ -119,3 +119,12 @@ class Node(Machine):
 
     def outcome_message(self) -> str:
         return str(Notes(self).load(NOTE)["message"])
+
+
+def joined_node(directory: Path) -> Node:
+    """Return a machine with GPUs, whose kubelet has registered its Node."""
+    machine = gpu_machine(directory)
+    machine.__class__ = Node
+    assert isinstance(machine, Node)
+    machine.join()
+    return machine

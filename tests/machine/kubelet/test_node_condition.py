@@ -18,8 +18,8 @@ from agent.model.paths import NODE_CONDITION_MARK
 from agent.system import api_server
 from agent.system.process import Completed
 from tests.fakes.api_server import NODES, Object, failure
-from tests.fakes.machine import SERVICE, gpu_machine
-from tests.fakes.node import KUBECONFIG, KUBELET, KUBELETS_OWN, NOW, READY, Node
+from tests.fakes.machine import SERVICE
+from tests.fakes.node import KUBECONFIG, KUBELET, KUBELETS_OWN, NOW, READY, Node, joined_node
 
 STATUS = f"{NODES}/gpu-node/status"
 GOOD = ("PATCH", STATUS, "Bearer good")
@@ -28,10 +28,7 @@ GOOD = ("PATCH", STATUS, "Bearer good")
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    machine = gpu_machine(tmp_path / "machine")
-    machine.__class__ = Node
-    assert isinstance(machine, Node)
-    machine.join()
+    machine = joined_node(tmp_path / "machine")
     machine.publish_status()
     return machine
 

@@ -21,10 +21,10 @@ from agent.model.handoff import Handoff, Report, render_handoff, render_report
 from agent.model.paths import CORDONED_FOR, NODE_CONDITION_MARK, NODE_CORDON_MARK, spec_file
 from tests.fakes.api_server import NODES, failure
 from tests.fakes.kubelet import PLUGIN_SOCKET, UUIDS, Kubelet
-from tests.fakes.machine import GPUS, gpu_machine
+from tests.fakes.machine import GPUS
 from tests.fakes.mig import MIG_REQUEST, mig_spec
 from tests.fakes.mig import UUIDS as PARTS
-from tests.fakes.node import KUBECONFIG, KUBELET, NODE, READY, Node
+from tests.fakes.node import KUBECONFIG, KUBELET, NODE, READY, Node, joined_node
 
 FIRST, SECOND = FencedGpu(GPUS[0], "Xid48"), FencedGpu(GPUS[1], "TestFailed")
 WORD, OTHER = (f"{each.pci_address}={each.reason}" for each in (FIRST, SECOND))
@@ -34,11 +34,7 @@ CORDONED = f"the node is cordoned, because a device plugin offers {WORD}"
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    machine = gpu_machine(tmp_path / "machine")
-    machine.__class__ = Node
-    assert isinstance(machine, Node)
-    machine.join()
-    return machine
+    return joined_node(tmp_path / "machine")
 
 
 @pytest.fixture(autouse=True)

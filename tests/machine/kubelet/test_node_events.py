@@ -11,8 +11,7 @@ from agent.machine.node_condition import HEARTBEAT
 from agent.machine.node_events import EVENTS, HOUR, MOST
 from agent.model.conditions import Condition, ConditionType, Reason, false, true, unknown
 from tests.fakes.api_server import Object, failure
-from tests.fakes.machine import gpu_machine
-from tests.fakes.node import NODE, NOW, READY, Node
+from tests.fakes.node import NODE, NOW, READY, Node, joined_node
 
 BROKEN = false(ConditionType.READY, Reason.SPEC_REFUSED, "CDISpecCurrent: no libcuda")
 NOTHING_KNOWN = unknown(ConditionType.READY, Reason.HANDOFF_PENDING, "the machine has not answered yet")
@@ -25,10 +24,7 @@ def fenced(*gpus: str) -> Condition:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    machine = gpu_machine(tmp_path / "machine")
-    machine.__class__ = Node
-    assert isinstance(machine, Node)
-    machine.join()
+    machine = joined_node(tmp_path / "machine")
     for path in [path for path in machine.api.objects if path.startswith(EVENTS)]:
         del machine.api.objects[path]
     return machine
