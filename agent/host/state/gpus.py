@@ -81,6 +81,8 @@ class GpuNotes(Struct, frozen=True):
     notes: Mapping[str, GpuNote] = field(default_factory=dict)
     problem: str = ""
     """Why the record was discarded; empty if it was not."""
+    outdated: bool = False
+    """Whether the record still has what no longer counts (`record_current`)."""
 
     @property
     def tainted(self) -> Mapping[str, Taint]:
@@ -136,7 +138,8 @@ def observe_gpus(system: System) -> GpuNotes:
         advice = "run `unbounded-agent gpus detach` again for each detached GPU, and look in `dmesg` for failed ones"
         return GpuNotes(problem=f"{found.why}; discarding the record of GPUs: {advice}")
     try:
-        return GpuNotes(_current(found, system))
+        notes = _current(found, system)
+        return GpuNotes(notes, outdated=isinstance(found, dict) and notes != found)
     except OSError as error:
         raise AgentError(f"{GPUS}: {error.strerror or error}") from error
 
@@ -328,8 +331,8 @@ def forget_fault(system: System, address: str, until: float | None = None) -> bo
     return had_error
 
 
-def record_bindings(system: System) -> None:
-    """Record which GPUs' drivers were bound again, and forget what counted until then."""
+def record_current(system: System) -> None:
+    """Record which GPUs' drivers were bound again, and forget what no longer counts."""
     with locked(system, GPUS_LOCK, LOCK_WAIT, "the record of GPUs is in use"):
         found = _RECORD.read_seen(GPUS, system)
         notes = _current(found, system)
