@@ -418,6 +418,14 @@ def count_reset(system: System, address: str, attempts: int, hours: int) -> None
         _RESETS.write(GPU_RESETS, {**resets, address: (*resets.get(address, ()), time.time())}, system)
 
 
+def forget_reset(system: System, address: str) -> None:
+    """Do not count the last reset of the GPU: the tool did not begin it."""
+    with locked(system, GPUS_LOCK, LOCK_WAIT, "the record of GPUs is in use"):
+        found = _RESETS.read_seen(GPU_RESETS, system)
+        if isinstance(found, dict) and found.get(address):
+            _RESETS.write(GPU_RESETS, {**found, address: found[address][:-1]}, system)
+
+
 def require_reset_left(system: System, address: str, attempts: int, hours: int) -> Mapping[str, tuple[float, ...]]:
     """Return when GPUs were reset within `hours`. Raises AgentError if this one was as often as `attempts`.
 
