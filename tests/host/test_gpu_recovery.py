@@ -408,6 +408,33 @@ def test_a_reset_that_the_driver_no_longer_asks_for_is_not_made_for_a_test(reset
     assert site.state() == ("TestFailed", Effect.NO_SCHEDULE)
 
 
+def test_what_a_test_found_outlasts_a_worse_error_that_the_driver_withdraws(resetting: Served) -> None:
+    """Whichever came first. It was forgotten together with the worse one."""
+    site, at = resetting, time.time()
+    found = GpuFault("TestFailed", "simulated", at, Verdict.NEEDS_RESET, at, GPU_TEST)
+    reboot = GpuFault("Xid95", "simulated", at, Verdict.NEEDS_REBOOT, at)
+    for first, second in ((found, reboot), (reboot, found)):
+        assert record_fault(site.host, SECOND, first)
+        assert record_fault(site.host, SECOND, second)
+        assert observe_gpus(site.host).faults[SECOND].verdict is Verdict.NEEDS_REBOOT
+        assert record_recovered(site.host, SECOND)
+        site.agent.reconcile()
+        assert site.state() == ("TestFailed", Effect.NO_SCHEDULE)
+        run_tests([SECOND], 0.0, False, site.agent, FAST)
+        assert site.state() == NONE
+
+
+def test_a_test_that_passes_ends_no_error_but_a_tests(resetting: Served) -> None:
+    site, at = resetting, time.time()
+    for each in (
+        GpuFault("Xid48", "x", at, Verdict.NEEDS_RESET, at),
+        GpuFault("TestFailed", "x", at, Verdict.NEEDS_RESET, at, GPU_TEST),
+    ):
+        assert record_fault(site.host, SECOND, each)
+    run_tests([SECOND], 0.0, False, site.agent, FAST)
+    assert site.state() == ("Xid48", Effect.NO_SCHEDULE)
+
+
 def test_a_gpu_is_tested_after_its_reset(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """No pod gets it in between."""
     site = made(tmp_path, clock, monkeypatch, recovery=RESET)
