@@ -30,6 +30,7 @@ from agent.model.paths import (
     MACHINES_STATE,
     NODE_FILES,
     cordoned_file,
+    drained_file,
     machine_root,
     machine_unit,
     report_directory,
@@ -166,6 +167,7 @@ def _forget_node(step: plan.ForgetNode, system: System, _: Progress) -> None:
         system.run("umount", "--lazy", report)
     clear((f"{MACHINES_STATE}/{step.machine}", f"{MACHINES_RUNTIME}/{step.machine}"), system, REMOVE_LIMIT)
     system.remove(cordoned_file(step.machine))
+    system.remove(drained_file(step.machine))
     NODE_RECORDS.remove(record_paths(step.machine), system)
 
 
