@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
-from msgspec.structs import asdict
 
 from agent.host.apply.steps import publish_documents
 from agent.host.state.locks import locked
@@ -117,7 +116,7 @@ def lines(lost: Iterable[Lost]) -> list[str]:
     """Return a line for each, for people. Pure."""
     return [
         f"{quoted(each.path)}: {counted(each.files, 'file')}, {each.size / 1e6:.1f} MB"
-        + (f" ({quoted(each.volume)})" if each.volume else "")
+        + (f" ({each.volume})" if each.volume else "")
         for each in lost
     ]
 
@@ -242,5 +241,5 @@ def parse_answer(data: bytes) -> LeaveAnswer:
     """Parse a machine's answer. Raises DocumentError, which names the wrong key if there is one."""
     found = _FORMAT.parse(LEAVING_NAME, data)
     waiting = tuple(one_line(each) for each in found.waiting)
-    lost = tuple(Lost(**asdict(each)) for each in found.lost)
+    lost = tuple(Lost(each.path, each.files, each.size, one_line(each.volume)) for each in found.lost)
     return LeaveAnswer(found.id, found.end, found.seconds, one_line(found.message), found.pods, waiting, lost)

@@ -184,7 +184,7 @@ def test_what_is_lost(host: Host, clock: Clock) -> None:
     found = what_is_lost(MACHINE, host)
     assert found == (DATA, Lost("/root", 1, 5))
     assert lines(found) == [
-        "/srv/data: 2 files, 3.5 MB ('claim default/pv')",
+        "/srv/data: 2 files, 3.5 MB (claim default/pv)",
         "/root: 1 file, 0.0 MB",
     ]
 
