@@ -33,6 +33,8 @@ NODES = f"{STATE}/nodes"
 """Has a record `<machine>.json` for each node that `up` made: what its root file system was made from."""
 NODE_FILES = f"{STATE}/node-files.json"
 """In a machine: what `up` put into its root file system."""
+CARRIED = f"{STATE}/carried"
+"""Has the directories that machines keep outside of their root file systems. Only root may enter it."""
 BINARIES = f"{STATE}/binaries"
 """Programs of nodes, and archives of programs, that were fetched and verified, by digest."""
 
@@ -224,6 +226,19 @@ def node_record(machine: str) -> str:
 def cordoned_file(machine: str) -> str:
     """Return the file that exists if the agent cordoned the machine's node. It contains the Node object's name."""
     return f"{NODES}/{machine}.cordoned"
+
+
+def carried_directory(machine: str, path: str) -> str:
+    """Return the host's directory that a machine has at a path, whatever root file system it has.
+
+    Its name stands for the whole path: root in the machine can put links into what it is given, and the way to another
+    directory must not lead through there.
+    """
+    return f"{CARRIED}/{machine}/{carried_name(path)}"
+
+
+def carried_name(path: str) -> str:
+    return path[1:].replace("%", "%25").replace("/", "%2F")
 
 
 def drained_file(machine: str) -> str:
