@@ -180,7 +180,7 @@ def mountable(value: str, *, read_only: bool, control_paths: Collection[str] = C
     for why, paths in REFUSED_SOURCES.items():
         if is_below(value, paths):
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")
-    if is_below(value, control_paths) or is_above(value, control_paths):
+    if is_below(value, control_paths) or _is_above(value, control_paths):
         raise ValueError(
             f"{value} is, contains or lies below a path that controls the host or other machines: choose another source"
         )
@@ -194,14 +194,14 @@ def _allowed_target(value: str) -> str:
         if is_below(value, paths):
             raise ValueError(f"nothing can be mounted at {value}: {why}")
     needed = (*(path for paths in REFUSED_TARGETS.values() for path in paths), *LINK_DIRECTORIES)
-    if value in LINK_DIRECTORIES or is_above(value, needed):
+    if value in LINK_DIRECTORIES or _is_above(value, needed):
         raise ValueError(
             f"a mount at {value} would hide files that the machine needs: choose a path inside that directory"
         )
     return value
 
 
-def is_above(path: str, paths: Iterable[str]) -> bool:
+def _is_above(path: str, paths: Iterable[str]) -> bool:
     """Return whether one of `paths` lies below the path."""
     return any(each.startswith(f"{path.rstrip('/')}/") for each in paths)
 
@@ -230,7 +230,7 @@ def _carriable(value: str) -> str:
     """Return the path of a directory that outlives the machine's root file system."""
     if is_below(value, ("/run", "/usr", "/boot")) and not is_below(value, ("/usr/local",)):
         raise ValueError(f"{value} belongs to the image, or ends with each boot: it cannot be carried")
-    if is_below(value, NODE_STATE) or is_above(value, NODE_STATE):
+    if is_below(value, NODE_STATE) or _is_above(value, NODE_STATE):
         raise ValueError(f"{value} has the state of the kubelet and its programs, which each root makes for itself")
     if len(carried_name(value).encode()) > NAME_LIMIT:
         raise ValueError(f"{value[:40]}... is too long to be carried")
@@ -529,7 +529,7 @@ class NodeSettings(Table, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for path in self.carry:
-            if is_above(path, self.carry):
+            if _is_above(path, self.carry):
                 raise ValueError(f"carry: {path} has another carried directory in it")
         if bool(self.bootstrap_token) == bool(self.exec_credential):
             raise ValueError("set either bootstrap_token or exec_credential: how does the kubelet join?")
@@ -809,7 +809,7 @@ class MachineSettings(Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         carried, targets = self.node.carry if self.node else [], [mount.target for mount in self.extra_mounts]
         for path in carried:
-            if is_below(path, targets) or is_above(path, targets):
+            if is_below(path, targets) or _is_above(path, targets):
                 raise ValueError(f"node.carry: {path} overlaps with an extra mount")
         for mode in self.cdi_modes:
             match CDI_MODES[mode]:
