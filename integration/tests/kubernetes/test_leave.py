@@ -18,6 +18,7 @@ from agent.model.contract import FencedGpu, LeaveTask
 from agent.model.paths import CORDONED_FOR, CORDONED_TO_LEAVE
 from integration.bed.cluster.control_plane import ControlPlane, node_user
 from integration.bed.machine.node_namespace import NodeNamespace
+from integration.bed.process import CommandError
 
 pytestmark = [pytest.mark.scenario("003"), pytest.mark.usefixtures("record_release")]
 
@@ -176,6 +177,31 @@ def test_a_cordon_of_somebody_else_stays(control_plane: ControlPlane, machine: N
     assert machine.leave(LeaveTask.DRAIN, kubeconfig)["end"] == "done"
     assert machine.leave(LeaveTask.UNCORDON, kubeconfig)["end"] == "done"
     assert node(control_plane) == (True, {})
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_node_may_read_where_the_volumes_of_its_own_pods_are_and_no_others(control_plane: ControlPlane) -> None:
+    """So it can say which files another root would not have."""
+    size = {"storage": "1Mi"}
+    for name, on in (("mine", NODE), ("theirs", OTHER)):
+        volume = {"capacity": size, "accessModes": ["ReadWriteOnce"], "hostPath": {"path": f"/srv/{name}"}}
+        claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": size}, "storageClassName": ""}
+        for kind, spec in (
+            ("PersistentVolume", {**volume, "claimRef": {"namespace": "default", "name": name}}),
+            ("PersistentVolumeClaim", {**claim, "volumeName": name}),
+        ):
+            make(control_plane, {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": spec})
+        mounted = [{"name": "data", "persistentVolumeClaim": {"claimName": name}}]
+        its_spec = {
+            "nodeName": on,
+            "volumes": mounted,
+            "containers": [{"name": "main", "image": "registry.invalid/pause"}],
+        }
+        make(control_plane, {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": its_spec})
+    for kind in ("pvc", "pv"):
+        control_plane.kubectl("get", kind, "mine", user=node_user(NODE))
+        with pytest.raises(CommandError, match="no relationship found"):
+            control_plane.kubectl("get", kind, "theirs", user=node_user(NODE))
 
 
 def test_a_node_that_does_not_exist_is_not_drained(machine: NodeNamespace, kubeconfig: str) -> None:
