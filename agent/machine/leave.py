@@ -198,11 +198,11 @@ class _Pod(NamedTuple):
 
 def _drain(work: _Work) -> str:
     identity, client = work.kubelet()
-    _cordon(client, identity.node)
-    evictions, problem = _Evictions(client, work), ""
+    evictions, problem, cordoned = _Evictions(client, work), "", False
     while True:
         work.check()
         try:
+            cordoned = cordoned or _cordon(client, identity.node)
             pods = [_pod(each) for each in _pods(client, identity.node) if must_leave(each)]
             problem = ""
         except ApiError as error:
@@ -289,8 +289,11 @@ def _refusal(error: ApiError) -> tuple[float, str]:
     return min(seconds, LONGEST_RETRY), "; ".join(said) or error.message
 
 
-def _cordon(client: ApiClient, node: str) -> None:
-    """Cordon the Node, unless somebody has. A cordon for a GPU becomes this one: else it might end before the drain."""
+def _cordon(client: ApiClient, node: str) -> bool:
+    """Cordon the Node, unless somebody has. A cordon for a GPU becomes this one: else it might end before the drain.
+
+    Return True. Raises _UnableError or ApiError.
+    """
 
     def change(spec: Mapping[str, Any], annotations: Mapping[str, str]) -> dict[str, Any] | None:
         if spec.get("unschedulable") and CORDONED_FOR not in annotations:
@@ -302,6 +305,7 @@ def _cordon(client: ApiClient, node: str) -> None:
 
     if not _change_node(client, node, change):
         raise _UnableError(f"the API server has no node {node}: the kubelet has not registered yet")
+    return True
 
 
 def _uncordon(work: _Work) -> str:
@@ -491,9 +495,10 @@ class _Walk:
             self._work.check()
             if self._work.over:
                 raise AgentError(f"after {self._seen} files, not all were looked at: last in {quoted(directory)}")
-            path = posixpath.join(directory, name)
+            if (path := posixpath.join(directory, name)) in self._mounts:
+                continue
             if stat.S_ISDIR(status.st_mode):
-                if path not in self._mounts and path not in (*MADE_AGAIN, *PASSING):
+                if path not in (*MADE_AGAIN, *PASSING):
                     inner.append(path)
             elif stat.S_ISREG(status.st_mode) and status.st_ctime_ns > self._made and path not in WRITTEN_AT_BOOT:
                 self._count(path, status.st_size)

@@ -181,11 +181,13 @@ def test_without_a_node_nothing_is_changed(node: Node) -> None:
     assert state(node) == (False, {})
 
 
-def test_a_server_that_does_not_answer_for_a_time_does_not_end_the_drain(node: Node, clock: Clock) -> None:
+@pytest.mark.parametrize("part", ["/nodes/", "/pods"])
+def test_a_server_that_does_not_answer_for_a_time_does_not_end_the_drain(node: Node, clock: Clock, part: str) -> None:
     pod(node, "web")
-    node.api.answer = lambda method, path: failure(503, "starting") if clock.passed < 10 and "pods" in path else None
+    node.api.answer = lambda method, path: failure(503, "starting") if clock.passed < 10 and part in path else None
     assert ask(node)["end"] == "done"
     assert clock.passed >= 10
+    assert (evicted(node)[-1], state(node)[0]) == ("web", True)
 
 
 def test_a_refusal_ends_the_drain_at_once(node: Node, clock: Clock) -> None:
