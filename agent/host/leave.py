@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Annotated, TypeAlias
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from agent.host.apply.steps import publish_documents
 from agent.host.state.locks import locked
@@ -134,15 +134,25 @@ def _ask(machine: str, system: System, progress: Progress, task: LeaveTask, limi
     busy = f"another command waits for machine {machine}"
     with locked(system, leave_lock_file(machine), 0, busy):
         request = LeaveRequest(secrets.token_hex(8), task, limit)
-        documents = {machine: render_leave_request(request)}
+        documents, waiting = {machine: render_leave_request(request)}, _Waiting(machine, system, progress, request)
         try:
             if failures := publish_documents(system, leave_file, documents, (machine,)):
                 raise CannotLeaveError("; ".join(failures))
-            return _Waiting(machine, system, progress, request, time.monotonic()).answer()
+            return waiting.answer()
+        except CannotLeaveError as error:
+            # The machine looks for the request after it has said that it begins: now it does not begin any longer.
+            _withdraw(machine, system, progress)
+            if not waiting.last and (waiting.read() or waiting.last):
+                raise AgentError(f"machine {machine} has begun too late", error.hint) from error
+            raise
         finally:
             # Without the request, the machine goes no further.
-            for failure in publish_documents(system, leave_file, {}, (machine,)):
-                progress(failure)
+            _withdraw(machine, system, progress)
+
+
+def _withdraw(machine: str, system: System, progress: Progress) -> None:
+    for failure in publish_documents(system, leave_file, {}, (machine,)):
+        progress(failure)
 
 
 class _Waiting(Struct):
@@ -152,21 +162,20 @@ class _Waiting(Struct):
     system: System
     progress: Progress
     request: LeaveRequest
-    asked: float
-    """When, by CLOCK_MONOTONIC."""
+    asked: float = field(default_factory=time.monotonic)
     heard: float = 0.0
-    """When the machine last wrote another answer; 0 before it has begun."""
+    """When the machine last wrote another answer."""
     last: LeaveAnswer | None = None
 
     def answer(self) -> LeaveAnswer:
         while True:
-            why = self._read()
+            why = self.read()
             if self.last and self.last.end is not LeaveEnd.WORKING:
                 return self._ended(self.last)
             self._refuse_silence(time.monotonic(), why)
             time.sleep(POLL)
 
-    def _read(self) -> str:
+    def read(self) -> str:
         """Take what the machine says. Return why that is not possible, as the end of a sentence."""
         path = leaving_file(self.machine)
         found = read_seen(lambda path: self.system.read_untrusted(path, SIZE_LIMIT), path)

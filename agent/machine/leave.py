@@ -106,6 +106,9 @@ def _answer(system: System, request: LeaveRequest) -> None:
             return
     work = _Work(system, request)
     work.tell(LeaveEnd.WORKING)
+    # Only after that: the host withdraws the request, then looks whether it was begun.
+    if _requested(system) != request:
+        raise _WithdrawnError
     try:
         work.tell(LeaveEnd.DONE, TASKS[request.task](work))
     except _WithdrawnError:

@@ -108,6 +108,25 @@ def test_a_machine_that_never_begins_is_left_as_it_was(host: Host, clock: Clock)
     assert not host.exists(leave_file(MACHINE))
 
 
+class LateHost(Host):
+    """A host with a machine that begins when its request is being withdrawn."""
+
+    def remove(self, path: str) -> None:
+        if path == leave_file(MACHINE):
+            says(self, answer(LeaveEnd.WORKING))()
+        super().remove(path)
+
+
+def test_a_machine_that_begins_at_the_last_moment_may_have_cordoned_its_node(tmp_path: Path, clock: Clock) -> None:
+    host = LateHost(tmp_path / "host")
+    host.file(f"{MACHINED_STATE}/{MACHINE}")
+    host.make_directory(handoff_directory(MACHINE))
+    with pytest.raises(AgentError, match="has begun too late") as error:
+        drain(MACHINE, host, print, 600)
+    assert not isinstance(error.value, CannotLeaveError)
+    assert was_drained(MACHINE, host)
+
+
 def test_the_note_of_an_earlier_drain_stays(host: Host, clock: Clock) -> None:
     clock.meanwhile = says(host, answer(LeaveEnd.FAILED, message="pods are left on node x"))
     with pytest.raises(AgentError, match="pods are left"):

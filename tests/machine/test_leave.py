@@ -69,7 +69,7 @@ def state(node: Node) -> tuple[bool, dict[str, str]]:
     return found.get("spec", {}).get("unschedulable", False), found["metadata"].get("annotations", {})
 
 
-def test_the_node_is_cordoned_before_its_pods_are_evicted(node: Node) -> None:
+def test_the_node_is_cordoned_before_its_pods_are_evicted(node: Node, clock: Clock) -> None:
     names = [f"web-{number:03}" for number in range(120)]
     for name in names:
         pod(node, name)
@@ -145,6 +145,15 @@ def test_a_request_that_the_host_withdraws_ends_the_drain(node: Node, clock: Clo
     assert leave.run(node) == 1
     assert clock.passed < 5
     assert state(node)[0], "the host uncordons it"
+
+
+def test_a_request_that_is_withdrawn_before_it_is_begun_changes_nothing(node: Node) -> None:
+    """The host looks for an answer after that: if there is none, it says that nothing was changed."""
+    node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.DRAIN, 600)))
+    node.before_write = lambda path: node.drop(REQUEST) if path == ANSWER and node.exists(REQUEST) else None
+    assert leave.run(node) == 1
+    assert json.loads(node.read(ANSWER))["end"] == "working"
+    assert state(node) == (False, {})
 
 
 def test_an_answered_request_is_not_worked_on_again(node: Node) -> None:
