@@ -11,11 +11,11 @@ import contextlib
 import posixpath
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from agent.machine.notes import in_words
+from agent.machine.notes import Owned, in_words
 from agent.model.conditions import Condition, ConditionType
 from agent.model.contract import (
     LOST_LIMIT,
@@ -399,7 +399,8 @@ def _look(work: _Work) -> str:
         with contextlib.suppress(OSError):
             if is_volume(real := work.system.real_path(path), mounts):
                 volumes.setdefault(real, whose)
-    found = _Walk(work, mounts, volumes).run()
+    own = {*WRITTEN_AT_BOOT, identity.kubeconfig, *Owned(work.system).paths}
+    found = _Walk(work, mounts, volumes, own).run()
     places = sorted(fold(found, LOST_LIMIT).items())
     work.tell(LeaveEnd.WORKING, lost=tuple(Lost(_text(path), *each, volumes.get(path, "")) for path, each in places))
     return ""
@@ -469,8 +470,10 @@ def _claimed(client: ApiClient, namespace: str, claim: str) -> str:
 class _Walk:
     """Counts the files of this root that are newer than it. It does not enter mounts, and follows no links."""
 
-    def __init__(self, work: _Work, mounts: frozenset[str], volumes: Mapping[str, str]) -> None:
+    def __init__(self, work: _Work, mounts: frozenset[str], volumes: Mapping[str, str], own: Collection[str]) -> None:
         self._work, self._mounts, self._volumes = work, mounts, volumes
+        self._own = own
+        """Files that systemd, the kubelet and the agent make again."""
         # The last file that `up` wrote into the root. What was there before has an older ctime, which nobody can set.
         self._made = work.system.identity(NODE_FILES).ctime_ns
         self._found: dict[str, tuple[int, int]] = {}
@@ -503,7 +506,7 @@ class _Walk:
             if stat.S_ISDIR(status.st_mode):
                 if path not in (*MADE_AGAIN, *PASSING):
                     inner.append(path)
-            elif stat.S_ISREG(status.st_mode) and status.st_ctime_ns > self._made and path not in WRITTEN_AT_BOOT:
+            elif stat.S_ISREG(status.st_mode) and status.st_ctime_ns > self._made and path not in self._own:
                 self._count(path, status.st_size)
         return inner
 

@@ -9,6 +9,7 @@ import pytest
 
 from agent.machine import leave
 from agent.machine.leave import ANSWER, REQUEST, fold, is_volume, must_leave
+from agent.machine.notes import Owned
 from agent.model.contract import (
     LOST_LIMIT,
     FencedGpu,
@@ -285,6 +286,10 @@ def test_new_files_are_lost_unless_somebody_makes_them_again(made: Node) -> None
     for path in ("/usr/bin/tool", "/var/lib/kubelet/pki/x", "/var/log/syslog", "/etc/machine-id", "/tmp/x"):
         write(made, path, 3)
     write(made, "/mnt/a disk/data", 100)
+    write(made, KUBECONFIG, 3)
+    made.put(KUBECONFIG, made.api.kubeconfig())
+    Owned(made).claim("/etc/containerd/conf.d/99-nvidia.toml")
+    write(made, "/etc/containerd/conf.d/99-nvidia.toml", 3)
     assert lost(made) == [("/srv", 1, 7, ""), ("/srv/data", 2, 30, ""), ("/usr/local/bin", 1, 5, "")]
 
 
