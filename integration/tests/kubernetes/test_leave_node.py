@@ -49,6 +49,15 @@ def empty_host(simulated_host: SimulatedHost) -> Iterator[EmptyHost]:
     simulated_host.pause()
 
 
+@pytest.fixture(autouse=True)
+def _alone(empty_host: EmptyHost) -> Iterator[None]:
+    """Delete what a test has made."""
+    yield
+    empty_host.kubectl(
+        "delete", "deployments,pods,poddisruptionbudgets,persistentvolumeclaims,persistentvolumes", "--all"
+    )
+
+
 def call(host: EmptyHost, names: str, text: str) -> str:
     """Run a line with these names of agent.host.leave on the host, and return what it prints, errors too."""
     python = '"$(dirname "$(readlink -f /usr/bin/unbounded-agent)")/python" -c "$0"'
@@ -134,7 +143,6 @@ def test_files_and_volumes_that_another_root_would_not_have(empty_host: EmptyHos
         "/srv/volume: 1 file, 0.0 MB (claim default/claimed)",
         "/var/log/app: 1 file, 0.0 MB (pod default/writes)",
     ]
-    empty_host.kubectl("delete", "pod,pvc,pv", "--all")
 
 
 def test_a_budget_keeps_the_node_and_then_lets_it_go(
@@ -157,7 +165,6 @@ def test_a_budget_keeps_the_node_and_then_lets_it_go(
     assert not is_cordoned(empty_host)
     empty_host.wait("the pod is back", lambda: phases(empty_host) == {"web": "Running"})
     assert phases(empty_host, "kube-system")["bed"] == "Running"
-    empty_host.kubectl("delete", "deployment", "web")
 
 
 def test_files_are_moved_out_of_the_root_and_outlive_it(empty_host: EmptyHost) -> None:
