@@ -16,6 +16,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from agent.machine.notes import Owned, in_words
+from agent.machine.vendors import VENDORS
 from agent.model.conditions import Condition, ConditionType
 from agent.model.contract import (
     LOST_LIMIT,
@@ -399,7 +400,8 @@ def _look(work: _Work) -> str:
         with contextlib.suppress(OSError):
             if is_volume(real := work.system.real_path(path), mounts):
                 volumes.setdefault(real, whose)
-    own = {*WRITTEN_AT_BOOT, identity.kubeconfig, *Owned(work.system).paths}
+    edited = (vendor.runtime_config for vendor in VENDORS.values())
+    own = {*WRITTEN_AT_BOOT, identity.kubeconfig, *edited, *Owned(work.system).paths}
     found = _Walk(work, mounts, volumes, own).run()
     places = sorted(fold(found, LOST_LIMIT).items())
     work.tell(LeaveEnd.WORKING, lost=tuple(Lost(_text(path), *each, volumes.get(path, "")) for path, each in places))

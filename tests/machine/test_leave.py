@@ -286,6 +286,7 @@ def test_new_files_are_lost_unless_somebody_makes_them_again(made: Node) -> None
     for path in ("/usr/bin/tool", "/var/lib/kubelet/pki/x", "/var/log/syslog", "/etc/machine-id", "/tmp/x"):
         write(made, path, 3)
     write(made, "/mnt/a disk/data", 100)
+    write(made, "/etc/nvidia-container-runtime/config.toml", 3)
     write(made, KUBECONFIG, 3)
     made.put(KUBECONFIG, made.api.kubeconfig())
     Owned(made).claim("/etc/containerd/conf.d/99-nvidia.toml")
