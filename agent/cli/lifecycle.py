@@ -10,6 +10,7 @@ from agent.cli.output import print_machines
 from agent.cli.printing import confirm, report_failures, say
 from agent.host.allocation import CORDONED, UNSCHEDULABLE, cordon, recorded_node
 from agent.host.joining import Watch
+from agent.host.leave import CannotLeaveError, drain, uncordon, was_drained
 from agent.host.provision.apply import STOP_LIMIT
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
@@ -29,16 +30,17 @@ ANSWER_LIMIT = 60.0
 def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Start, stop or restart a machine. Return the exit code. Raises AgentError.
 
-    A machine that starts is waited for, and its node is uncordoned if the agent cordoned it. If there is no kubeconfig,
-    the machine is not ready or, with test_gpus, a GPU has not passed its test, the node stays cordoned, which counts as
-    a failure. Before a machine stops, its node is drained if a kubeconfig is given.
+    A machine that starts is waited for, and its node is uncordoned if the agent cordoned it. If the machine is not
+    ready or, with test_gpus, a GPU has not passed its test, the node stays cordoned, which counts as a failure. Before
+    a machine stops, its node is drained: with kubectl if a kubeconfig is given, otherwise by the machine itself.
     """
     name, command, kubeconfig = options.machine, options.command, options.kubeconfig
     settings_of(name, reconciler.config)
     if command == "stop":
-        drains = not options.no_drain and bool(kubeconfig)
+        drains = not options.no_drain
         if options.dry_run:
-            steps = [f"drain node {recorded_node(name, reconciler.system, USE_KUBECTL)}"] if drains else []
+            node = f"node {recorded_node(name, reconciler.system, USE_KUBECTL)}" if kubeconfig else "its node"
+            steps = [f"drain {node}"] if drains else []
             say(f"would {step}" for step in (*steps, f"stop machine {name}"))
             return 0
         confirm(f"machine {name} is stopped" + ("" if drains else ", and its pods end with it"), options)
@@ -47,7 +49,7 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
             return _start(name, reconciler, kubeconfig)
         if command == "restart":
             _refuse_restart(name, reconciler)
-        _stop(name, reconciler, kubeconfig, drain=not options.no_drain)
+        _stop(name, reconciler, kubeconfig, drains=not options.no_drain)
         if command == "stop":
             return 0
         # "May not", because the error or the interrupt may also come after the start.
@@ -75,15 +77,16 @@ def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     fenced = [gpu.pci_address for each in machines for gpu in reconciler.cordons_for(each, outcome.facts)]
     tested = all(each.condition(ConditionType.GPUS_TESTED).status is Status.TRUE for each in machines)
     not_yet = "" if ready else "is not ready" if tested else "has a GPU that has not passed its test (GPUsTested)"
+    failures += _uncordon_itself(name, reconciler, not_yet)
     failures += _uncordon(name, reconciler, kubeconfig, not_yet, fenced)
     return report_failures(failures) or (0 if ready else 1)
 
 
-def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> None:
-    if drain and kubeconfig:
+def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drains: bool) -> None:
+    if drains and kubeconfig:
         _drain(name, reconciler, kubeconfig)
-    elif drain:
-        reconciler.progress(f"the pods of machine {name} end with it: --kubeconfig FILE would move them away first")
+    elif drains:
+        _drain_itself(name, reconciler)
     reconciler.progress(f"stop machine {name}")
     # The service starts a machine that has not run since the host booted. If this command stops the machine before its
     # first start, systemd records no stop: only the mark shows the service that the machine must stay stopped.
@@ -125,6 +128,20 @@ def _said_if_interrupted(reconciler: Reconciler, sentence: str) -> Iterator[None
         raise
 
 
+def _drain_itself(name: str, reconciler: Reconciler) -> None:
+    """Let the machine drain its node. If it has no node, or no agent that can, its pods end with it."""
+    reconciler.progress(f"machine {name} drains its node, up to {DRAIN_LIMIT:.0f} s")
+    hint = f"the machine still runs; repeat this, or use --no-drain, or undo it: `unbounded-agent start {name}`"
+    try:
+        with _said_if_interrupted(reconciler, f"some pods of machine {name} may have been moved; {hint}"):
+            drain(name, reconciler.system, reconciler.progress, DRAIN_LIMIT)
+    except CannotLeaveError as error:
+        unless = "unless --kubeconfig FILE moves them away first"
+        reconciler.progress(f"the pods of machine {name} end with it, {unless}: {error}")
+    except AgentError as error:
+        raise AgentError(error.message, hint) from error
+
+
 def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
     """Cordon the node and move its pods to other nodes.
 
@@ -147,6 +164,22 @@ def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
     except CommandError as error:
         what = f"the node's pods could not be moved: {error.ended}"
         raise CommandError(error.argv, what, error.stderr, hint) from error
+
+
+def _uncordon_itself(name: str, reconciler: Reconciler, not_yet: str) -> tuple[str, ...]:
+    """Let the machine uncordon its node if it has cordoned it for a drain. If the node stays cordoned, return why."""
+    if not was_drained(name, reconciler.system):
+        return ()
+    again = f"run `unbounded-agent start {name}`"
+    if not_yet:
+        see = f"see `unbounded-agent doctor`, then {again}"
+        return (f"the node of machine {name} stays cordoned, because the machine {not_yet}: {see}",)
+    reconciler.progress(f"machine {name} uncordons its node")
+    try:
+        said = uncordon(name, reconciler.system, reconciler.progress)
+    except (AgentError, OSError) as error:
+        return (f"the node of machine {name} is still cordoned: {error}; {again}",)
+    return (f"{said}; see GPUsHealthy in `unbounded-agent status --wide`",) if said else ()
 
 
 def _uncordon(

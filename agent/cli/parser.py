@@ -116,7 +116,7 @@ JSON = "print JSON (docs/json.md)"
 JSON_FORM = _flag("--json", JSON)
 MACHINE = _argument("machine", "the machine's name", metavar="MACHINE")
 DRAIN = _kubeconfig("kubeconfig of a user who may cordon and drain nodes; only for machines that `up` made")
-NO_DRAIN = _flag("--no-drain", "do not drain, even with --kubeconfig")
+NO_DRAIN = _flag("--no-drain", "do not drain: pods end with the machine")
 WHICH_GPU = "for example 0000:01:00.0, or the UUID"
 DRY_RUN = _flag("--dry-run", "only print the steps")
 YES = _flag("--yes", "do not ask before anything is removed; without a terminal, the command never asks")
@@ -282,24 +282,25 @@ COMMANDS = {
         "lifecycle:lifecycle",
         "start a machine, and wait until it is ready",
         "Also waits until its node has joined, if `up` made it. If the agent cordoned the node, for example by `stop`, "
-        "uncordons it once the machine is ready, which needs --kubeconfig; without, exits with 1.",
+        "uncordons it once the machine is ready. If it was cordoned with --kubeconfig, that is needed again; without, "
+        "exits with 1.",
         MACHINE,
         _kubeconfig("kubeconfig of a user who may uncordon nodes"),
-        examples=("sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",),
+        examples=("sudo unbounded-agent start gpu-node",),
         codes=STARTED,
         configuration=SAVES,
     ),
     "stop": Command(
         "lifecycle:lifecycle",
         "drain a machine's node, and stop the machine",
-        "Without --kubeconfig, the node's pods end with the machine. The machine stays stopped until `start`, `apply` "
-        "or the host's next boot.",
+        "Without --kubeconfig, the machine drains its own node (docs/runbooks.md#stop-start-reboot). The machine stays "
+        "stopped until `start`, `apply` or the host's next boot.",
         MACHINE,
         DRAIN,
         NO_DRAIN,
         ASK_NOT,
         DRY_RUN,
-        examples=("sudo unbounded-agent stop gpu-node --kubeconfig /root/.kube/config",),
+        examples=("sudo unbounded-agent stop gpu-node",),
         codes={0: "the machine is stopped", 1: "the node could not be drained, or the machine could not be stopped"},
         changes=True,
     ),

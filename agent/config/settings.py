@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import field
 
 from agent.config.checks import (
+    NAME_LIMIT,
     AbsolutePath,
     Check,
     IpAddress,
@@ -32,7 +33,15 @@ from agent.config.checks import (
     usable_url,
 )
 from agent.model.device import as_in_sysfs
-from agent.model.paths import CDI_DIRECTORIES, CONFIG_FILE, MACHINE_HOST_NVIDIA, MACHINE_ROOTS, RUNTIME, STATE
+from agent.model.paths import (
+    CDI_DIRECTORIES,
+    CONFIG_FILE,
+    MACHINE_HOST_NVIDIA,
+    MACHINE_ROOTS,
+    RUNTIME,
+    STATE,
+    carried_name,
+)
 
 # Devices other than GPUs, and further CDI specifications and hooks.
 DeviceClassName = Literal["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
@@ -212,6 +221,23 @@ class ExtraMount(Table, frozen=True, kw_only=True):
 
 
 ExtraMounts = Annotated[list[ExtraMount], once("a mount at", attrgetter("target"))]
+
+
+NODE_STATE = ("/etc/kubernetes", "/etc/cni", "/opt/cni", "/var/lib/kubelet", "/var/lib/containerd", "/var/lib/cni")
+
+
+def _carriable(value: str) -> str:
+    """Return the path of a directory that outlives the machine's root file system."""
+    if is_below(value, ("/run", "/usr", "/boot")) and not is_below(value, ("/usr/local",)):
+        raise ValueError(f"{value} belongs to the image, or ends with each boot: it cannot be carried")
+    if is_below(value, NODE_STATE) or _is_above(value, NODE_STATE):
+        raise ValueError(f"{value} has the state of the kubelet and its programs, which each root makes for itself")
+    if len(carried_name(value).encode()) > NAME_LIMIT:
+        raise ValueError(f"{value[:40]}... is too long to be carried")
+    return value
+
+
+CarriedPath = Annotated[str, Check(absolute), Check(plain), Check(_allowed_target), Check(_carriable)]
 
 
 # The Kubernetes node in a machine.
@@ -497,8 +523,14 @@ class NodeSettings(Table, frozen=True, kw_only=True):
     """Settings of containerd."""
     host: HostNodeSettings = HostNodeSettings()
     """Settings of the host."""
+    carry: Annotated[list[CarriedPath], once("the directory", str)] = []
+    """Directories in the machine that outlive its root file system, such as `["/srv/data"]`: the host keeps them. In a
+    new node, they are empty at first; in one that exists, move their files first (docs/bootstrap.md#carry)."""
 
     def __post_init__(self) -> None:
+        for path in self.carry:
+            if _is_above(path, self.carry):
+                raise ValueError(f"carry: {path} has another carried directory in it")
         if bool(self.bootstrap_token) == bool(self.exec_credential):
             raise ValueError("set either bootstrap_token or exec_credential: how does the kubelet join?")
         if self.exec_credential and not self.exec_credential[0].startswith("/"):
@@ -775,6 +807,10 @@ class MachineSettings(Table, frozen=True, kw_only=True):
         return bool(self.devices or self.extra_devices or self.extra_mounts or self.node)
 
     def __post_init__(self) -> None:
+        carried, targets = self.node.carry if self.node else [], [mount.target for mount in self.extra_mounts]
+        for path in carried:
+            if is_below(path, targets) or _is_above(path, targets):
+                raise ValueError(f"node.carry: {path} overlaps with an extra mount")
         for mode in self.cdi_modes:
             match CDI_MODES[mode]:
                 case ("devices", name) if name not in self.devices:

@@ -21,6 +21,7 @@ from agent.model.paths import (
     GPU_STATES_NAME,
     GPU_TEST_NAME,
     HEALTH_NAME,
+    LEAVE_NAME,
 )
 from agent.model.text import one_line
 
@@ -274,6 +275,84 @@ def parse_test_request(data: bytes) -> GpuTestRequest:
 
 def render_test_results(results: GpuTestResults) -> bytes:
     return render_document(VERSION, results)
+
+
+# The leave: what a machine does before it stops or another root takes its place, and after it has started again.
+
+LEAVE_LIMIT = 86400.0
+"""The most seconds for which a machine may be asked to drain its node."""
+NAMED = 20
+"""The most pods that an answer names."""
+LOST_LIMIT = 64
+"""The most places that an answer names."""
+
+
+class LeaveTask(StrEnum):
+    """What the host half asks for."""
+
+    DRAIN = "drain"
+    UNCORDON = "uncordon"
+    LOOK = "look"
+    """Look for what another root of the machine would not have."""
+
+
+class LeaveRequest(NamedTuple):
+    """Each request has another `id`."""
+
+    id: Annotated[str, Form("a word", re.compile(r"[0-9a-f]{1,64}").fullmatch)]
+    task: LeaveTask
+    seconds: Annotated[float, Form("seconds", lambda value: 0 <= value <= LEAVE_LIMIT)]
+    """After these, the machine gives up."""
+
+
+class LeaveEnd(StrEnum):
+    """How far the machine is."""
+
+    WORKING = "working"
+    DONE = "done"
+    FAILED = "failed"
+    UNABLE = "unable"
+    """It has changed nothing, and would not the next time."""
+
+
+class Lost(NamedTuple):
+    """Files that another root of the machine would not have."""
+
+    path: str
+    """A directory in the machine. The files are in it, or below it."""
+    files: int
+    size: int
+    """In bytes."""
+    volume: str = ""
+    """Whose volume the directory is, if it is one."""
+
+
+class LeaveAnswer(NamedTuple):
+    """How far the request with this `id` is."""
+
+    id: str
+    end: LeaveEnd
+    seconds: float
+    """For how long the machine has worked. The answer is written again while it works."""
+    message: str = ""
+    pods: int = 0
+    """How many pods still have to leave."""
+    waiting: tuple[str, ...] = ()
+    """Some of them, each with the reason why it has not left."""
+    lost: tuple[Lost, ...] = ()
+
+
+def render_leave_request(request: LeaveRequest) -> bytes:
+    return render_document(VERSION, request)
+
+
+def parse_leave_request(data: bytes) -> LeaveRequest:
+    """Return the request in a document. Raises DocumentError, which names the key."""
+    return parse_document(LEAVE_NAME, data, LeaveRequest, VERSION, HOST)
+
+
+def render_leave_answer(answer: LeaveAnswer) -> bytes:
+    return render_document(VERSION, answer)
 
 
 def _refuse_duplicates(what: str, items: Iterable[object]) -> None:

@@ -530,6 +530,8 @@ class MachineFacts(Unit, frozen=True, kw_only=True):
     """Indices of driver roots that earlier handoffs since the machine's start have named."""
     publication: Publication | None = None
     """Of the handoff; None if there is none, or its file could not be observed."""
+    carried: tuple[str, ...] = ()
+    """Those of its `node.carry` for which the host has a directory."""
     report: Seen[Report] = Absent("the machine has not reported")
     report_age: float = 0.0
     """In seconds; also known of a malformed report."""

@@ -33,6 +33,8 @@ NODES = f"{STATE}/nodes"
 """Has a record `<machine>.json` for each node that `up` made: what its root file system was made from."""
 NODE_FILES = f"{STATE}/node-files.json"
 """In a machine: what `up` put into its root file system."""
+CARRIED = f"{STATE}/carried"
+"""Has the directories that machines keep outside of their root file systems. Only root may enter it."""
 BINARIES = f"{STATE}/binaries"
 """Programs of nodes, and archives of programs, that were fetched and verified, by digest."""
 
@@ -128,6 +130,11 @@ DRA_STATE = f"{STATE}/dra"
 DRA_CLAIMS = f"{DRA_STATE}/claims.json"
 DRA_DRIVER = "gpu.unbounded-agent.io"
 """The name of the driver for Dynamic Resource Allocation, by which DeviceClasses select."""
+LEAVE_NAME = "leave.json"
+"""A file next to the handoff: what the machine does before it stops, or after it has started. It exists while a command
+on the host waits for the answer."""
+LEAVING_NAME = "leaving.json"
+"""A file next to the report: how far that is."""
 STOP_NAME = "stop"
 """A directory next to the handoff: the host stops the machine, and the machine half shuts it down by its logind."""
 STOPPING_NAME = "stopping"
@@ -140,6 +147,8 @@ NODE_CORDON_MARK = f"{STATE}/node-cordon"
 """The same for a Node that the machine has cordoned."""
 CORDONED_FOR = "unbounded-agent.io/cordoned-for-gpus"
 """The annotation of such a Node: GPUs and why they are fenced."""
+CORDONED_TO_LEAVE = "unbounded-agent.io/cordoned-to-leave"
+"""The annotation of a Node that its machine has cordoned because the machine is about to stop."""
 
 
 def detach_lock_file(address: str) -> str:
@@ -149,6 +158,11 @@ def detach_lock_file(address: str) -> str:
 def machine_lock_file(machine: str) -> str:
     """Return the lock of the command that starts, stops, makes or removes the machine."""
     return f"{RUNTIME}/machine-{machine}.lock"
+
+
+def leave_lock_file(machine: str) -> str:
+    """Return the lock of whoever waits for leaving_file: a machine works on one request at a time."""
+    return f"{RUNTIME}/leave-{machine}.lock"
 
 
 def driver_root(index: int) -> str:
@@ -214,6 +228,24 @@ def cordoned_file(machine: str) -> str:
     return f"{NODES}/{machine}.cordoned"
 
 
+def carried_directory(machine: str, path: str) -> str:
+    """Return the host's directory that a machine has at a path, whatever root file system it has.
+
+    Its name stands for the whole path: root in the machine can put links into what it is given, and the way to another
+    directory must not lead through there.
+    """
+    return f"{CARRIED}/{machine}/{carried_name(path)}"
+
+
+def carried_name(path: str) -> str:
+    return path[1:].replace("%", "%25").replace("/", "%2F")
+
+
+def drained_file(machine: str) -> str:
+    """Return the file that exists from when the machine is asked to drain its node until it has uncordoned it."""
+    return f"{NODES}/{machine}.drained"
+
+
 def machine_unit(machine: str) -> str:
     """Return the unit that runs the machine; machine names are host names, which need no systemd-escape(1)."""
     return f"systemd-nspawn@{machine}.service"
@@ -274,6 +306,14 @@ def gpu_health_file(machine: str) -> str:
 def gpu_test_file(machine: str) -> str:
     """Return the file that makes the machine test GPUs. It exists only while `gpus test` waits for the results."""
     return f"{handoff_directory(machine)}/{GPU_TEST_NAME}"
+
+
+def leave_file(machine: str) -> str:
+    return f"{handoff_directory(machine)}/{LEAVE_NAME}"
+
+
+def leaving_file(machine: str) -> str:
+    return f"{report_directory(machine)}/{LEAVING_NAME}"
 
 
 def stop_mark(machine: str) -> str:

@@ -53,9 +53,13 @@ SHOWN = 600
 class ApiError(AgentError):
     """A request failed. `status` is the server's HTTP status; 0 without a usable answer."""
 
-    def __init__(self, request: str, problem: str, status: int = 0, hint: str = "") -> None:
+    def __init__(
+        self, request: str, problem: str, status: int = 0, hint: str = "", details: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(f"{request}: {problem}", hint)
         self.status = status
+        self.details = details or {}
+        """The server's StatusDetails (meta/v1), unchecked."""
 
     @property
     def unavailable(self) -> bool:
@@ -85,13 +89,15 @@ def api_error(request: str, status: int, body: bytes) -> ApiError:
     """Return the error for an answer with this status; `body` is usually a Status object (meta/v1)."""
     try:
         document = parse_json(body)
-        message = str(document.get("message") or "") if isinstance(document, dict) else ""
+        document = document if isinstance(document, dict) else {}
+        message, details = str(document.get("message") or ""), document.get("details")
     except ValueError:
-        message = body.decode(errors="replace")
+        message, details = body.decode(errors="replace"), None
     text = one_line(message)[:SHOWN] or "no message"
     phrase = next((f" {each.phrase}" for each in HTTPStatus if each == status), "")
     hint = NO_DRA if status == HTTPStatus.NOT_FOUND and NO_SUCH_KIND in text else HINTS.get(status, "")
-    return KINDS.get(status, ApiError)(request, f"{status}{phrase}: {text}", status, hint)
+    kind, known = KINDS.get(status, ApiError), details if isinstance(details, dict) else None
+    return kind(request, f"{status}{phrase}: {text}", status, hint, known)
 
 
 SIZE_LIMIT = 1 << 18

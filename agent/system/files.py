@@ -26,6 +26,7 @@ from agent.system.opening import (
     content,
     lock_file,
     new_file,
+    open_directory,
     open_probe,
     plain,
     regular,
@@ -447,6 +448,18 @@ class System:
         with os.scandir(self._at(path)) as found:
             return tuple(sorted(each.name for _, each in zip(range(limit), found, strict=False)))
 
+    def listing(self, path: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield the names in a directory of any size, each with what lstat(2) says. Refuses a link."""
+        descriptor = open_directory(self._at(path, follow=False))
+        try:
+            with os.scandir(descriptor) as found:
+                for each in found:
+                    # It may be gone by now.
+                    with contextlib.suppress(FileNotFoundError):
+                        yield each.name, each.stat(follow_symlinks=False)
+        finally:
+            os.close(descriptor)
+
     def open_public(self, real_path: str) -> BinaryIO:
         """Open a world-readable regular file whose path contains no link. Raises OSError (EINVAL, ELOOP) for others.
 
@@ -614,6 +627,13 @@ def temporary_path(path: str) -> str:
 
 MOUNTS = "/proc/self/mountinfo"
 """The list of mounts (proc_pid_mountinfo(5))."""
+
+
+def mount_points(system: System) -> frozenset[str]:
+    """Return all mount points, as other paths are written. Raises OSError."""
+    points = (line.split(b" ")[4] for line in system.lines(MOUNTS))
+    unescaped = (re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), each) for each in points)
+    return frozenset(map(os.fsdecode, unescaped))
 
 
 def mounted(system: System, file_system: str) -> frozenset[str]:

@@ -24,6 +24,11 @@ def open_probe(place: str, *, follow: bool = True) -> int:
     return os.open(place, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
 
 
+def open_directory(place: str) -> int:
+    """Return a descriptor of a directory, to list it. Raises OSError for a link."""
+    return os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def sync_directory(place: str) -> None:
     """Make renames, new names and removals in a directory durable."""
     descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC)

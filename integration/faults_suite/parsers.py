@@ -9,6 +9,7 @@ from typing import NoReturn
 from agent.config.load import load_config
 from agent.dra.claims import parse_checkpoint as parse_claims
 from agent.host.gpu_tests import parse_results
+from agent.host.leave import parse_answer
 from agent.host.observe.host import parse_listing
 from agent.host.observe.machine import parse_device_allow, parse_report
 from agent.host.state.gpus import GRANTED, REMEMBERED
@@ -22,6 +23,7 @@ from agent.model.contract import (
     parse_gpu_states,
     parse_health_questions,
     parse_host_status,
+    parse_leave_request,
     parse_node_files,
     parse_test_request,
 )
@@ -107,6 +109,8 @@ PARSERS: dict[str, Parser] = {
     "kubeconfig": lambda data: parse_kubeconfig("/etc/kubernetes/kubelet.conf", data),
     "kubelet-checkpoint": lambda data: (parse_checkpoint(data), allocations(data)),
     "ldconfig": _of_text(parse_listing),
+    "leave-answer": parse_answer,
+    "leave-request": parse_leave_request,
     "live": parse_live,
     "manifest": lambda data: MANIFEST.parse("0.json", data),
     "mig-capability": _of_text(parse_instance),

@@ -4,8 +4,10 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -19,13 +21,18 @@ from agent.host.provision.plan import RemoveRoot
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import record_fault, record_test
 from agent.host.state.locks import machine_locks, pass_lock
+from agent.model.contract import LeaveAnswer, LeaveEnd, parse_leave_request, render_leave_answer
 from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.facts import GpuFault, Verdict
 from agent.model.paths import (
     CORDONED_FOR,
+    MACHINED_STATE,
     PCI_DEVICES,
     cordoned_file,
+    drained_file,
     joined_file,
+    leave_file,
+    leaving_file,
     machine_root,
     machine_unit,
     nspawn_file,
@@ -172,12 +179,86 @@ def test_a_node_that_kubectl_could_not_cordon(host: NodeHost, agent: Reconciler,
     assert host.exists(cordoned_file(MACHINE)) is lost
 
 
-def test_without_a_kubeconfig_the_pods_end_with_the_machine(host: NodeHost, agent: Reconciler) -> None:
+def answers(host: NodeHost, end: LeaveEnd = LeaveEnd.DONE, **facts: Any) -> Callable[[], None]:  # noqa: ANN401
+    """Let the machine run, and return what it does while a command waits: it answers the request."""
+    host.file(f"{MACHINED_STATE}/{MACHINE}")
+
+    def answer() -> None:
+        if host.exists(leave_file(MACHINE)):
+            request = parse_leave_request(host.read(leave_file(MACHINE)))
+            host.runner.calls.append((request.task,))
+            host.write(leaving_file(MACHINE), render_leave_answer(LeaveAnswer(request.id, end, 1.0, **facts)))
+
+    return answer
+
+
+def asked(host: NodeHost) -> list[str]:
+    """Return what the machine was asked for, and when it was stopped and started."""
+    wanted = (*(("drain",), ("uncordon",)), STOP, START)
+    return [argv[min(1, len(argv) - 1)] for argv in host.runner.calls if argv in wanted]
+
+
+def test_without_a_kubeconfig_the_machine_drains_its_node(host: NodeHost, agent: Reconciler, clock: Clock) -> None:
+    clock.meanwhile = answers(host)
+    assert command(agent, f"stop {MACHINE}") == 0
+    assert asked(host) == ["drain", "stop"]
+    assert host.exists(drained_file(MACHINE))
+    assert command(agent, f"start {MACHINE}") == 0
+    assert asked(host) == ["drain", "stop", "start", "uncordon"]
+    assert not host.exists(drained_file(MACHINE))
+    assert not host.exists(leave_file(MACHINE))
+    assert command(agent, f"restart {MACHINE}") == 0
+    assert asked(host)[4:] == ["drain", "stop", "start", "uncordon"]
+    assert command(agent, f"restart {MACHINE} --no-drain") == 0
+    assert asked(host)[8:] == ["stop", "start"]
+
+
+def test_a_machine_that_cannot_move_its_pods_runs_on(host: NodeHost, agent: Reconciler, clock: Clock) -> None:
+    waits = ("default/web: The disruption budget web needs 2 healthy pods",)
+    clock.meanwhile = answers(host, LeaveEnd.FAILED, message="pods are left on node node-1", pods=1, waiting=waits)
+    with pytest.raises(AgentError, match=r"machine says: pods are left .* The disruption budget web needs") as error:
+        command(agent, f"stop {MACHINE}")
+    assert STOP not in host.runner.calls
+    assert f"undo it: `unbounded-agent start {MACHINE}`" in error.value.hint
+    clock.meanwhile = answers(host)
+    assert command(agent, f"start {MACHINE}") == 0
+    assert asked(host)[-1] == "uncordon"
+
+
+def test_a_node_that_its_machine_cannot_uncordon_is_named(
+    host: NodeHost, agent: Reconciler, clock: Clock, capsys: Capture
+) -> None:
+    clock.meanwhile = answers(host)
+    command(agent, f"stop {MACHINE}")
+    host.bus.unit(UNITS[0], "inactive", "masked")
+    assert command(agent, f"start {MACHINE}") == 1
+    assert "stays cordoned, because the machine is not ready" in capsys.readouterr().err
+    host.bus.unit(UNITS[0], "inactive")
+    clock.meanwhile = answers(host, LeaveEnd.FAILED, message="the API server says no")
+    assert command(agent, f"start {MACHINE}") == 1
+    assert "is still cordoned: machine gpu-node: machine says: the API server says no" in capsys.readouterr().err
+    clock.meanwhile = answers(host, message="node node-1 stays cordoned for a GPU")
+    assert command(agent, f"start {MACHINE}") == 1
+    assert "node node-1 stays cordoned for a GPU; see GPUsHealthy" in capsys.readouterr().err
+    assert not host.exists(drained_file(MACHINE))
+
+
+@pytest.mark.parametrize("why", ["does not run", "has not answered for 30 s", "machine says: no kubelet"])
+def test_pods_end_with_a_machine_that_has_no_node_or_an_older_agent(
+    host: NodeHost, agent: Reconciler, clock: Clock, why: str
+) -> None:
     said: list[str] = []
     agent.progress = said.append
+    if why != "does not run":
+        host.file(f"{MACHINED_STATE}/{MACHINE}")
+    if "says" in why:
+        clock.meanwhile = answers(host, LeaveEnd.UNABLE, message="no kubelet")
     assert command(agent, f"stop {MACHINE}") == 0
     assert kubectl(host) == [STOP]
-    assert "--kubeconfig FILE" in said[0]
+    (end,) = [each for each in said if "end with it" in each]
+    assert why in end
+    assert "--kubeconfig FILE" in end
+    assert not host.exists(drained_file(MACHINE))
     assert command(agent, f"restart {MACHINE} --kubeconfig={ADMIN} --no-drain") == 0
     assert kubectl(host) == [STOP, STOP]
 
@@ -187,6 +268,8 @@ def test_a_dry_run_of_a_stop_only_prints_the_steps(host: NodeHost, agent: Reconc
     assert capsys.readouterr().out.splitlines() == [f"would drain node {NODE}", f"would stop machine {MACHINE}"]
     assert command(agent, f"stop {MACHINE} --dry-run --no-drain --kubeconfig={ADMIN}") == 0
     assert capsys.readouterr().out.splitlines() == [f"would stop machine {MACHINE}"]
+    assert command(agent, f"stop {MACHINE} --dry-run") == 0
+    assert capsys.readouterr().out.splitlines() == ["would drain its node", f"would stop machine {MACHINE}"]
     assert kubectl(host) == []
 
 
@@ -202,7 +285,7 @@ def test_a_person_is_asked_before_a_machine_stops(
     monkeypatch.setattr(sys, "stderr", shown := Terminal())
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     with nullcontext() if stops else pytest.raises(AgentError, match="nothing was changed"):
-        assert command(agent, f"stop {MACHINE}{option}") == 0
+        assert command(agent, f"stop {MACHINE} --no-drain{option}") == 0
     assert (kubectl(host) == [STOP]) is stops
     assert ("and its pods end with it. Continue? [y/N]" in shown.getvalue()) is not bool(option)
 

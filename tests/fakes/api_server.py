@@ -22,7 +22,7 @@ from typing import Any
 
 from agent.dra.slices import COLLECTION
 
-NODES = "/api/v1/nodes"
+NODES, PODS = "/api/v1/nodes", "/api/v1/pods"
 Object = dict[str, Any]
 TICK = 0.05
 """Seconds between looks of a watch at whether the server is still running."""
@@ -112,6 +112,10 @@ class ApiServer:
         """Returns a scripted status and answer for a method and path; None for what the server does itself."""
         self.stored: Callable[[Object], Object] = lambda item: item
         """What the server makes of a slice that it stores."""
+        self.budgets: dict[str, Object] = {}
+        """By the name of a pod that must not be evicted: the details of the refusal."""
+        self.lingers = False
+        """Whether a pod that was evicted is still there."""
         self.announces_close = False
         """Whether answers to watches say `Connection: close`, as those of a server that is about to stop do."""
         self.watch_seconds = math.inf
@@ -206,6 +210,10 @@ class ApiServer:
                     return failure(HTTPStatus.FORBIDDEN, "can only list with a field selector")
                 items = [self.objects[each] for each in sorted(self.objects) if each.startswith(f"{path}/")]
                 return HTTPStatus.OK, {"metadata": {"resourceVersion": str(self._version)}, "items": items}
+            case "GET" if path == PODS:
+                return self._pods(query)
+            case "POST" if path.endswith("/eviction"):
+                return self._evict(path.removesuffix("/eviction"), body)
             case "POST" if query.get("dryRun") == "All":
                 return HTTPStatus.CREATED, self.stored(body)
             case "POST":
@@ -215,6 +223,32 @@ class ApiServer:
                 return HTTPStatus.CREATED, self.put(where, self.stored(body))
             case _:
                 return self._handle_one(method, path, body)
+
+    def _pods(self, query: dict[str, str]) -> tuple[int, Object]:
+        """List the pods of one Node, in pages if the client wants that."""
+        field, _, node = query.get("fieldSelector", "").partition("=")
+        if field != "spec.nodeName":
+            return failure(HTTPStatus.FORBIDDEN, "can only list with a field selector")
+        paths = sorted(path for path in self.objects if "/pods/" in path)
+        items = [self.objects[path] for path in paths if self.objects[path]["spec"]["nodeName"] == node]
+        first, number = int(query.get("continue", 0)), int(query.get("limit", len(items)))
+        more = {"continue": str(first + number)} if first + number < len(items) else {}
+        return HTTPStatus.OK, {"metadata": more, "items": items[first : first + number]}
+
+    def _evict(self, path: str, body: Any) -> tuple[int, Object]:  # noqa: ANN401
+        if path not in self.objects:
+            return failure(HTTPStatus.NOT_FOUND, f"{path} not found")
+        pod = self.objects[path]
+        if body["deleteOptions"]["preconditions"]["uid"] != pod["metadata"]["uid"]:
+            return failure(HTTPStatus.CONFLICT, "the UID in the precondition is another one")
+        if details := self.budgets.get(pod["metadata"]["name"]):
+            status, answer = failure(HTTPStatus.TOO_MANY_REQUESTS, "Cannot evict pod as it would violate the budget.")
+            return status, {**answer, "details": details}
+        if self.lingers:
+            self.put(path, {**pod, "metadata": {**pod["metadata"], "deletionTimestamp": "2026-11-30T12:00:00Z"}})
+        else:
+            self.drop(path)
+        return HTTPStatus.CREATED, {"kind": "Status"}
 
     def _handle_one(self, method: str, path: str, body: Any) -> tuple[int, Object]:  # noqa: ANN401
         if method == "PATCH":

@@ -154,13 +154,15 @@ class NodeHost(Host):
         self.network = Namespace()
         self.joins = True
         """Whether the kubelet of a machine that boots joins the cluster."""
+        self.node_settings: dict[str, object] = {}
+        """Settings of the node with which the machine boots, in addition to those of `node_reconciler`."""
         self.reports = True
         """Whether a machine that boots reports."""
 
     def boot(self) -> None:
         """Boot the machine, which must be complete: it answers its handoff, and makes a bridge for its pods."""
         assert self.exists(f"{machine_root(MACHINE)}/etc/kubernetes/kubelet.json"), "the root is not complete"
-        (machine,) = node_reconciler(self).reconcile().machines
+        (machine,) = node_reconciler(self, **self.node_settings).reconcile().machines
         assert machine.start_settings, "the machine's settings are not written"
         self.write(live_file(MACHINE), render_live(machine.start_settings))
         units(self, "active")

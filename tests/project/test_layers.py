@@ -25,6 +25,7 @@ ROOMS: Mapping[str, Order] = {
         ("observe", "plan"),
         "apply",
         "verify",
+        "leave",
         "reconcile",
         ("provision", "detach"),
         ("allocation", "daemon", "gpu_reset", "gpu_tests"),
@@ -37,7 +38,7 @@ ROOMS: Mapping[str, Order] = {
         "foreign_specs",
         "cdi",
         "kubelet",
-        ("run", "gpu_tests", "node_cordon"),
+        ("run", "gpu_tests", "node_cordon", "leave"),
         "node_condition",
     ),
 }

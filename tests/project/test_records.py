@@ -22,7 +22,7 @@ from agent.model.node import AsFound
 from tests.fakes.golden import GOLDEN, UPDATE
 
 KINDS = (AsFound, GpuNote, Granted, Handed, LiveSettings, LogPosition, NodeRecord, Owned, Remembered, StagedRoot)
-CACHES = {"ServiceState", "_Copy", "Observation", "_Condition", "_Results", "CheckResult"}
+CACHES = {"ServiceState", "_Copy", "Observation", "_Condition", "_Results", "_Answer", "CheckResult"}
 """What the next pass makes again, and what only the machine's half and the host's exchange."""
 TIMES = {"Time"}
 """Lists of times, which have no fields."""

@@ -52,6 +52,7 @@ EXPOSURE = {
     GPU_SETUP.name: 39,
     "unbounded-agent-gpu-again.service": 28,
     "unbounded-agent-gpu-test.service": 21,
+    "unbounded-agent-leave.service": 28,
     STOP.name: 29,
     DRA.name: 28,
     NODE_CONDITION.name: 24,
@@ -164,7 +165,7 @@ def test_checks_have_none_of_the_services_rights() -> None:
 def test_units_are_valid(tmp_path: Path) -> None:
     """The agent and the node's packages are not installed here: an existing program takes the agent's place."""
     units = sorted(str(path) for path in (UNITS / "machine").glob("unbounded-agent-*"))
-    assert len(units) == 13
+    assert len(units) == 15
     for unit in (SERVICE, SOCKET, PREPARE, MODULES, CHECKS, TIMER, GPUS):
         text = unit.read_text()
         assert unit in (SOCKET, TIMER) or "/usr/bin/unbounded-agent" in text

@@ -348,8 +348,9 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
     for name in names:
         unit, node = with_properties(name, units[machine_unit(name)], system), config.machines.get(name)
         try:
-            is_node = node is not None and node.node is not None
-            machines.append(observe_machine(name, unit, system, memory.ages, is_node=is_node))
+            made = node.node if node else None
+            carry = made.carry if made else ()
+            machines.append(observe_machine(name, unit, system, memory.ages, is_node=made is not None, carry=carry))
         except Exception as error:
             machines.append(unseen_machine(name, unit, fault("observe it", error)))
     template = observe_template(system)

@@ -47,6 +47,7 @@ from agent.model.paths import (
     NSPAWN_RUNTIME,
     REPORT_NAME,
     UNITS,
+    carried_directory,
     granted_file,
     handed_roots_file,
     handoff_file,
@@ -238,8 +239,13 @@ def _logical_lines(text: str) -> Iterator[str]:
         yield " ".join(filter(None, parts))
 
 
-def observe_machine(name: str, unit: Unit, system: System, ages: Ages, *, is_node: bool = False) -> MachineFacts:
-    """Return the machine's facts. `is_node` is whether `up` makes the machine."""
+def observe_machine(
+    name: str, unit: Unit, system: System, ages: Ages, *, is_node: bool = False, carry: Sequence[str] = ()
+) -> MachineFacts:
+    """Return the machine's facts. `is_node` is whether `up` makes the machine. Raises OSError.
+
+    A directory of `carry` that cannot be observed is an error: without it, the machine would not have its files.
+    """
     report, report_age = _report(name, system, ages)
     granted, granted_age = _record(granted_file(name), lambda data: GRANTED.parse(GRANTED_NAME, data), system, ages)
     path = handed_roots_file(name)
@@ -268,6 +274,7 @@ def observe_machine(name: str, unit: Unit, system: System, ages: Ages, *, is_nod
         publication=Publication(published.inode, published.mtime_ns) if isinstance(published, FileIdentity) else None,
         report=report,
         report_age=report_age,
+        carried=tuple(each for each in carry if system.is_directory(carried_directory(name, each), follow=False)),
     )
 
 

@@ -16,6 +16,7 @@ from agent.host.plan.nspawn import (
     device_allow,
     escape,
     fixed_lines,
+    not_carried,
     render_drop_in,
     render_nspawn,
     split_mounts,
@@ -450,12 +451,14 @@ def _machine_goal(
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
     mounts, missing_mounts = split_mounts(settings.extra_mounts, facts, config.machines)
+    carry = tuple(settings.node.carry) if settings.node else ()
     nspawn = render_nspawn(
         name,
         settings.nspawn,
         nodes,
         directories,
         mounts,
+        machine.carried,
         read_only=gpu_nodes(grants),
         dns=_resolv_conf(settings, facts),
         restrict_families=_knows_families(name, facts),
@@ -465,7 +468,7 @@ def _machine_goal(
     drop_in = render_drop_in(name, settings, allow)
     # The digest has all configured mounts, even those without a source: a source that appears or disappears must not
     # change it.
-    configured = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts))
+    configured = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts), carried=machine.carried)
     fixed = FIXED_FORM + sha256(b"\n".join(fixed_lines(configured, drop_in)))
     handoff = Handoff(
         name,
@@ -502,10 +505,10 @@ def _machine_goal(
                 **{each.path: f"{READ_WRITE if each.writable else READ_ONLY}{each.inode}" for each in directories},
             },
             owners={entry.node: present[entry.node] for entry in allow if entry.node in present},
-            mounts=tuple(mount.target for mount in mounts),
+            mounts=(*(mount.target for mount in mounts), *machine.carried),
             withdrawn=handoff.withdrawn,
         ),
-        missing=missing_mounts,
+        missing=(*missing_mounts, *(not_carried(name, each) for each in carry if each not in machine.carried)),
     )
 
 

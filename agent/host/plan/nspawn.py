@@ -3,6 +3,7 @@
 import math
 import posixpath
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -21,7 +22,9 @@ from agent.model.paths import (
     MACHINE_REPORT_DIRECTORY,
     PASS_LOCK,
     STOPPING_NAME,
+    carried_directory,
     handoff_directory,
+    machine_root,
     nspawn_file,
     report_directory,
     rewritten_nspawn,
@@ -164,6 +167,7 @@ def render_nspawn(
     nodes: tuple[DeviceNode, ...],
     directories: tuple[ServiceDirectory, ...] = (),
     mounts: tuple[ExtraMount, ...] = (),
+    carried: tuple[str, ...] = (),
     *,
     read_only: Collection[str] = (),
     dns: str = "",
@@ -171,8 +175,9 @@ def render_nspawn(
 ) -> bytes:
     """Return the machine's .nspawn file.
 
-    `read_only` has the paths of nodes to bind read-only. `dns` is the value of ResolvConf=; empty means nspawn's own
-    choice. `restrict_families` says whether the host's nspawn knows RestrictAddressFamilies=.
+    `carried` are directories in the machine that are outside of its root file system. `read_only` has the paths of
+    nodes to bind read-only. `dns` is the value of ResolvConf=; empty means nspawn's own choice. `restrict_families`
+    says whether the host's nspawn knows RestrictAddressFamilies=.
     """
     sections: dict[str, list[str]] = {
         "Exec": [
@@ -200,6 +205,7 @@ def render_nspawn(
         sections["Files"].append("Bind=/dev/kmsg")
     binds = [(node.path in read_only, escape(node.path)) for node in nodes]
     binds += [(not directory.writable, escape(directory.path)) for directory in directories]
+    binds += [(False, f"{escape(carried_directory(machine, path))}:{escape(path)}") for path in carried]
     binds += [(mount.read_only, f"{escape(mount.source)}:{escape(mount.target)}") for mount in mounts]
     sections["Files"] += [f"{'BindReadOnly' if protected else 'Bind'}={bind}" for protected, bind in binds]
     for section, extra in sorted(settings.extra.items()):
@@ -343,6 +349,20 @@ def fixed_lines(nspawn: bytes, drop_in: bytes, bound: Collection[bytes] = ()) ->
         if not line.startswith(b"#") and (theirs or not own):
             fixed.append(line)
     return [*fixed, *NOT_COMPARED_IN_DROP_IN.sub(b"", drop_in).splitlines()]
+
+
+def not_carried(machine: str, path: str) -> str:
+    """Return that a machine's carried directory has no effect yet, and how to move the files that the root has there.
+
+    The container sees the machine's root as its own, so no link that was left there leads to the host's files.
+    """
+    directory, root = carried_directory(machine, path), machine_root(machine)
+    bind, source = shlex.quote(f"--bind={escape(directory)}:/mnt"), shlex.quote(f"{path}/.")
+    copy, directory = f"systemd-nspawn --settings=no -D {root} {bind} cp -a {source} /mnt/", shlex.quote(directory)
+    return (
+        f"{path} of node.carry (its files are still in the machine's root: run `unbounded-agent stop {machine}`, "
+        f"`mkdir -p {directory}`, if there are files `{copy}`, and `unbounded-agent start {machine}`)"
+    )
 
 
 # Plans the extra mounts of a machine.

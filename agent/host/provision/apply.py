@@ -26,10 +26,13 @@ from agent.model.node import Chains
 from agent.model.paths import (
     AS_FOUND,
     BINARIES,
+    CARRIED,
     MACHINES_RUNTIME,
     MACHINES_STATE,
     NODE_FILES,
+    carried_directory,
     cordoned_file,
+    drained_file,
     machine_root,
     machine_unit,
     report_directory,
@@ -65,6 +68,7 @@ def performers(network: NetworkSource) -> Mapping[type[Step], Performer]:
         plan.FetchBinaries: lambda step, system, _: [fetch(each, BINARIES, system) for each in step.binaries],
         plan.FillRoot: _fill,
         plan.GiveToken: lambda step, system, _: give_token(step.machine, read_token(step.where, system), system),
+        plan.MakeCarried: _make_carried,
         plan.PublishRoot: _publish,
         plan.StopMachine: lambda step, system, _: system.run(
             "systemctl", "stop", machine_unit(step.machine), timeout=STOP_LIMIT
@@ -99,6 +103,12 @@ def _fill(step: plan.FillRoot, system: System, _: Progress) -> None:
         root.write(file.path, file.content, file.mode)
         listed[file.path] = sha256(file.content), len(file.content)
     root.write(NODE_FILES, render_node_files(listed))
+
+
+def _make_carried(step: plan.MakeCarried, system: System, _: Progress) -> None:
+    system.make_private(CARRIED)
+    for path in step.paths:
+        system.make_directory(carried_directory(step.machine, path))
 
 
 def _publish(step: plan.PublishRoot, system: System, _: Progress) -> None:
@@ -166,6 +176,7 @@ def _forget_node(step: plan.ForgetNode, system: System, _: Progress) -> None:
         system.run("umount", "--lazy", report)
     clear((f"{MACHINES_STATE}/{step.machine}", f"{MACHINES_RUNTIME}/{step.machine}"), system, REMOVE_LIMIT)
     system.remove(cordoned_file(step.machine))
+    system.remove(drained_file(step.machine))
     NODE_RECORDS.remove(record_paths(step.machine), system)
 
 

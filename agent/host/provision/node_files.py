@@ -358,6 +358,7 @@ def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tupl
 
 NOT_IN_ROOT = (
     "bootstrap_token",
+    "carry",
     "image.credentials",
     "image.ca_directory",
     "image.mirror",

@@ -114,6 +114,15 @@ class StopMachine(NodeStep, frozen=True):
     machine: str
 
 
+class MakeCarried(NodeStep, frozen=True):
+    """Make the directories that the machine keeps outside of its root file system, unless an earlier root had them."""
+
+    kind = "write"
+    words = "make {0.machine}'s directories of node.carry"
+    machine: str
+    paths: tuple[str, ...]
+
+
 class PublishRoot(NodeStep, frozen=True):
     """Record the node, and give the complete root file system its final name."""
 
@@ -370,10 +379,12 @@ def plan_root(
     files: tuple[NodeFile, ...],
     settings: ImageSettings,
     token: str = "",
+    carry: tuple[str, ...] = (),
 ) -> tuple[NodeStep, ...]:
     """Return the steps that make a root file system. An old one stays in use until the new one is complete.
 
-    `token` says where the bootstrap token is; it is empty if the node joins without one.
+    `token` says where the bootstrap token is; it is empty if the node joins without one. `carry` is that of
+    the settings.
     """
     machine, image = facts.machine, record.image
     # A root file system that an interrupted attempt has begun to fill is used only if this digest is the same. All
@@ -391,6 +402,7 @@ def plan_root(
         steps += [StopMachine(machine), RemoveRoot(machine)]
     # Give the token before the root file system gets its final name: with that name, the node exists and needs a token.
     steps += [GiveToken(machine, token)] if token else []
+    steps += [MakeCarried(machine, carry)] if carry else []
     return (*steps, PublishRoot(machine, staged, record))
 
 

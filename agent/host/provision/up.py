@@ -284,7 +284,8 @@ class Provisioner(Struct, frozen=True):
         inputs = replace(inputs, labels=labels)
         files, binaries = node_files(found.machine, settings, inputs), wanted_binaries(settings, image.architecture)
         record = make_record(settings, inputs, image, binaries, files)
-        return plan_root(found, record, binaries, files, settings.image, settings.bootstrap_token)
+        carry = tuple(settings.carry)
+        return plan_root(found, record, binaries, files, settings.image, settings.bootstrap_token, carry)
 
     def _token_steps(self, found: NodeFacts) -> tuple[NodeStep, ...]:
         """Return the step for a machine that has not joined, and whose bootstrap token is not the configured one."""

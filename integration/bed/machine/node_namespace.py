@@ -4,18 +4,22 @@ The API server, kubectl and the program under test are real. The kubelet (a proc
 cgroup and systemctl are simulated.
 """
 
+import json
+import secrets
 import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+from agent.machine import leave
 from agent.machine.kubelet import CHECKPOINT, PLUGINS
 from agent.machine.node_condition import HOST_STATUS, NOTE
 from agent.machine.notes import Notes, node_condition_set
 from agent.machine.run import HANDOFF
 from agent.model.conditions import Condition
-from agent.model.contract import FencedGpu, render_host_status
+from agent.model.contract import FencedGpu, LeaveRequest, LeaveTask, render_host_status, render_leave_request
 from agent.model.handoff import Handoff, Request, render_handoff
 from agent.model.paths import RUNTIME, STATE
 from agent.system.files import System
@@ -50,7 +54,7 @@ mount --bind "$root/cgroup" /proc/$kubelet/cgroup
 printf '#!/bin/sh\necho %s\n' $kubelet >/usr/local/sbin/systemctl
 chmod +x /usr/local/sbin/systemctl
 status=0
-cd / && "$python" -P -m agent.machine.node_condition || status=$?
+cd / && "$python" -P -c "from agent.machine.{program} import main; raise SystemExit(main())" || status=$?
 kill $kubelet
 exit $status
 """
@@ -86,10 +90,19 @@ class NodeNamespace:
         """Remove what does not survive a boot of the machine."""
         self._system.remove_tree(f"{RUNTIME}/state")
 
-    def run(self, *kubelet_arguments: str) -> str:
-        """Run the service once next to a kubelet with these arguments; return what the service writes to stderr."""
+    def leave(self, task: LeaveTask, *kubelet_arguments: str, seconds: float = 5.0) -> dict[str, Any]:
+        """Ask the machine for a task, as the host half does, and return its answer."""
+        request = LeaveRequest(secrets.token_hex(8), task, seconds)
+        self._system.write(leave.REQUEST, render_leave_request(request))
+        self.run(*kubelet_arguments, program="leave")
+        answer: dict[str, Any] = json.loads(self._system.read(leave.ANSWER))
+        assert answer["id"] == request.id
+        return answer
+
+    def run(self, *kubelet_arguments: str, program: str = "node_condition") -> str:
+        """Run a service once next to a kubelet with these arguments; return what the service writes to stderr."""
         (self._root / "started").unlink(missing_ok=True)
-        script = SCRIPT.format(runtime=shlex.quote(RUNTIME), state=shlex.quote(STATE))
+        script = SCRIPT.format(runtime=shlex.quote(RUNTIME), state=shlex.quote(STATE), program=program)
         namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
         arguments = [str(self._root), str(self._kubectl), sys.executable, HOST_NAME, *kubelet_arguments]
         finished = subprocess.run(

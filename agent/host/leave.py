@@ -1,0 +1,254 @@
+"""Lets a machine drain its own node before it stops, and says what another root of the machine would not have.
+
+The host half runs nothing in a machine: it publishes a request, and reads the answer, which is not trusted. The machine
+half has the kubelet's identity, which may cordon its own Node and evict its pods (agent.machine.leave).
+"""
+
+import posixpath
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct, field
+
+from agent.host.apply.steps import publish_documents
+from agent.host.state.locks import locked
+from agent.host.verify.answers import MACHINE_SAYS
+from agent.model.contract import (
+    LOST_LIMIT,
+    NAMED,
+    VERSION,
+    LeaveAnswer,
+    LeaveEnd,
+    LeaveRequest,
+    LeaveTask,
+    Lost,
+    render_leave_request,
+)
+from agent.model.errors import AgentError, DocumentError
+from agent.model.facts import Absent
+from agent.model.handoff import SIZE_LIMIT
+from agent.model.paths import (
+    LEAVING_NAME,
+    MACHINED_STATE,
+    drained_file,
+    handoff_directory,
+    leave_file,
+    leave_lock_file,
+    leaving_file,
+)
+from agent.model.text import counted, first_of, one_line, quoted
+from agent.model.typed_json import Format
+from agent.system.files import System
+from agent.system.trust import read_seen
+
+BEGIN = 30.0
+"""Seconds in which a machine must begin."""
+SILENT = 60.0
+"""Seconds after which a machine that has begun must say that it still works."""
+MARGIN = 60.0
+"""Seconds in addition to a request's own limit: a last question to the API server may not be answered."""
+POLL = 1.0
+UNCORDON_LIMIT = 120.0
+"""Seconds in which a machine that has just started must uncordon its node."""
+LOOK_LIMIT = 300.0
+"""Seconds for a look at all files of a root, which others read and write meanwhile."""
+SHOWN = 3
+"""How many waiting pods a message names."""
+
+Progress: TypeAlias = Callable[[str], None]
+"""As in agent.host.reconcile."""
+
+
+class CannotLeaveError(AgentError):
+    """The machine cannot be asked, or cannot do what it was asked for. It has changed nothing."""
+
+
+def drain(machine: str, system: System, progress: Progress, limit: float) -> None:
+    """Let the machine cordon its node and evict its pods, which takes `limit` seconds at most.
+
+    Budgets are obeyed: at the limit, nothing is forced. Then, raises AgentError, and the node stays cordoned until
+    `uncordon`, as the note says that this leaves. Raises CannotLeaveError if nothing was changed.
+    """
+    noted = system.exists(drained_file(machine))
+    _refuse_stopped(machine, system)
+    # First: the machine may cordon its node even if this process is killed.
+    system.write(drained_file(machine), f"{machine}\n".encode(), 0o600)
+    try:
+        _ask(machine, system, progress, LeaveTask.DRAIN, limit)
+    except CannotLeaveError:
+        if not noted:
+            system.remove(drained_file(machine))
+        raise
+
+
+def was_drained(machine: str, system: System) -> bool:
+    """Return whether `uncordon` has to follow when the machine has started."""
+    return system.exists(drained_file(machine))
+
+
+def uncordon(machine: str, system: System, progress: Progress) -> str:
+    """Let the machine end the cordon of `drain`. Return what it says, if anything. Raises AgentError if it does not.
+
+    A cordon of somebody else stays, and while a GPU is fenced, that for the GPU does (agent.machine.node_cordon).
+    """
+    said = _ask(machine, system, progress, LeaveTask.UNCORDON, UNCORDON_LIMIT).message
+    system.remove(drained_file(machine))
+    return said
+
+
+def what_is_lost(machine: str, system: System, limit: float = LOOK_LIMIT) -> tuple[Lost, ...]:
+    """Return the files of a running machine that a new root would not have, by directory or volume.
+
+    Raises AgentError if the machine did not look at all of them, or does not know its pods' volumes.
+    """
+    return _ask(machine, system, lambda _: None, LeaveTask.LOOK, limit).lost
+
+
+def unsaved(lost: Iterable[Lost], carry: Collection[str], given_up: Collection[str]) -> tuple[Lost, ...]:
+    """Return what is neither in a carried directory nor given up by name. Pure."""
+    saved = tuple(f"{each.rstrip('/')}/" for each in (*carry, *given_up))
+    return tuple(each for each in lost if not f"{each.path}/".startswith(saved))
+
+
+def lines(lost: Iterable[Lost]) -> list[str]:
+    """Return a line for each, for people. Pure."""
+    return [
+        f"{quoted(each.path)}: {counted(each.files, 'file')}, {each.size / 1e6:.1f} MB"
+        + (f" ({each.volume})" if each.volume else "")
+        for each in lost
+    ]
+
+
+def _refuse_stopped(machine: str, system: System) -> None:
+    if not system.exists(posixpath.join(MACHINED_STATE, machine)):
+        raise CannotLeaveError(f"machine {machine} does not run")
+    if not system.is_directory(handoff_directory(machine), follow=False):
+        raise CannotLeaveError(f"the agent has never set up machine {machine}")
+
+
+def _ask(machine: str, system: System, progress: Progress, task: LeaveTask, limit: float) -> LeaveAnswer:
+    """Publish a request, and return the answer when all is done. Raises AgentError."""
+    _refuse_stopped(machine, system)
+    busy = f"another command waits for machine {machine}"
+    with locked(system, leave_lock_file(machine), 0, busy):
+        request = LeaveRequest(secrets.token_hex(8), task, limit)
+        documents, waiting = {machine: render_leave_request(request)}, _Waiting(machine, system, progress, request)
+        try:
+            if failures := publish_documents(system, leave_file, documents, (machine,)):
+                raise CannotLeaveError("; ".join(failures))
+            return waiting.answer()
+        except CannotLeaveError as error:
+            # The machine looks for the request after it has said that it begins: now it does not begin any longer.
+            _withdraw(machine, system, progress)
+            if not waiting.last and (waiting.read() or waiting.last):
+                raise AgentError(f"machine {machine} has begun too late", error.hint) from error
+            raise
+        finally:
+            # Without the request, the machine goes no further.
+            _withdraw(machine, system, progress)
+
+
+def _withdraw(machine: str, system: System, progress: Progress) -> None:
+    for failure in publish_documents(system, leave_file, {}, (machine,)):
+        progress(failure)
+
+
+class _Waiting(Struct):
+    """The wait for one answer."""
+
+    machine: str
+    system: System
+    progress: Progress
+    request: LeaveRequest
+    asked: float = field(default_factory=time.monotonic)
+    heard: float = 0.0
+    """When the machine last wrote another answer."""
+    last: LeaveAnswer | None = None
+
+    def answer(self) -> LeaveAnswer:
+        while True:
+            why = self.read()
+            if self.last and self.last.end is not LeaveEnd.WORKING:
+                return self._ended(self.last)
+            self._refuse_silence(time.monotonic(), why)
+            time.sleep(POLL)
+
+    def read(self) -> str:
+        """Take what the machine says. Return why that is not possible, as the end of a sentence."""
+        path = leaving_file(self.machine)
+        found = read_seen(lambda path: self.system.read_untrusted(path, SIZE_LIMIT), path)
+        if not isinstance(found, tuple):
+            return "" if isinstance(found, Absent) else f": {found.why}"
+        try:
+            answer = parse_answer(found[0])
+        except DocumentError as error:
+            return f": {error}"
+        if answer.id == self.request.id and answer != self.last:
+            if (said := _progress(self.machine, answer)) and (not self.last or said != _progress("", self.last)):
+                self.progress(f"machine {self.machine}: {said}")
+            self.last, self.heard = answer, time.monotonic()
+        return ""
+
+    def _refuse_silence(self, now: float, why: str) -> None:
+        see = f"see `journalctl -M {self.machine} -u unbounded-agent-leave`"
+        if not self.last:
+            if now - self.asked > BEGIN:
+                old = "its image may have an older agent"
+                raise CannotLeaveError(f"machine {self.machine} has not answered for {BEGIN:.0f} s{why}; {old}", see)
+        elif now - self.heard > SILENT:
+            raise AgentError(f"machine {self.machine} has said nothing for {SILENT:.0f} s{why}", see)
+        elif now - self.asked > self.request.seconds + MARGIN:
+            raise AgentError(f"machine {self.machine} has not finished within {now - self.asked:.0f} s{why}", see)
+
+    def _ended(self, answer: LeaveAnswer) -> LeaveAnswer:
+        if answer.end is LeaveEnd.DONE:
+            return answer
+        why = f"{MACHINE_SAYS}{answer.message}"
+        if answer.end is LeaveEnd.UNABLE:
+            raise CannotLeaveError(f"machine {self.machine}: {why}")
+        waiting = f": {first_of(answer.waiting, NAMED, '; ')}" if answer.waiting else ""
+        raise AgentError(f"machine {self.machine}: {why}{waiting}")
+
+
+def _progress(machine: str, answer: LeaveAnswer) -> str:
+    """Return how far the machine is, in words; empty if that is no news."""
+    if answer.end is not LeaveEnd.WORKING or not answer.pods:
+        return ""
+    waiting = f": {first_of(answer.waiting, SHOWN, '; ')}" if answer.waiting else ""
+    return f"{counted(answer.pods, 'pod')} to leave{waiting}"
+
+
+# Parses an answer. The machine is not trusted: everything is bounded, and all texts are printable.
+
+Count = Annotated[int, Meta(ge=0, lt=2**60)]
+Text = Annotated[str, Meta(max_length=1000)]
+
+
+class _Lost(Struct, frozen=True):
+    path: Annotated[str, Meta(pattern=r"\A/[^\x00]{0,8191}\Z")]
+    files: Count
+    size: Count
+    volume: Text = ""
+
+
+class _Answer(Struct, frozen=True):
+    id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{1,64}\Z")]
+    end: LeaveEnd
+    seconds: Annotated[float, Meta(ge=0, lt=2**30)]
+    message: Text = ""
+    pods: Count = 0
+    waiting: Annotated[tuple[Text, ...], Meta(max_length=NAMED)] = ()
+    lost: Annotated[tuple[_Lost, ...], Meta(max_length=LOST_LIMIT)] = ()
+
+
+_FORMAT = Format(_Answer, VERSION, advice="bring agent and image to the same release")
+
+
+def parse_answer(data: bytes) -> LeaveAnswer:
+    """Parse a machine's answer. Raises DocumentError, which names the wrong key if there is one."""
+    found = _FORMAT.parse(LEAVING_NAME, data)
+    waiting = tuple(one_line(each) for each in found.waiting)
+    lost = tuple(Lost(each.path, each.files, each.size, one_line(each.volume)) for each in found.lost)
+    return LeaveAnswer(found.id, found.end, found.seconds, one_line(found.message), found.pods, waiting, lost)

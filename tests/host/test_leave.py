@@ -1,0 +1,225 @@
+"""The host's side of a machine's drain, with machines that answer in time, late, never, or wrongly."""
+
+import json
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.host.leave import (
+    BEGIN,
+    MARGIN,
+    SILENT,
+    CannotLeaveError,
+    drain,
+    lines,
+    parse_answer,
+    uncordon,
+    unsaved,
+    was_drained,
+    what_is_lost,
+)
+from agent.host.state.locks import locked
+from agent.model.contract import (
+    LOST_LIMIT,
+    LeaveAnswer,
+    LeaveEnd,
+    LeaveTask,
+    Lost,
+    parse_leave_request,
+    render_leave_answer,
+)
+from agent.model.errors import AgentError, DocumentError
+from agent.model.paths import (
+    MACHINED_STATE,
+    drained_file,
+    handoff_directory,
+    leave_file,
+    leave_lock_file,
+    leaving_file,
+)
+from tests.fakes.clock import Clock
+from tests.fakes.gpu_host import MACHINE
+from tests.fakes.host import Host
+
+DATA = Lost("/srv/data", 2, 3_500_000, "claim default/pv")
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    host = Host(tmp_path / "host")
+    host.file(f"{MACHINED_STATE}/{MACHINE}")
+    host.make_directory(handoff_directory(MACHINE))
+    return host
+
+
+def says(host: Host, *answers: LeaveAnswer) -> Callable[[], None]:
+    """Return what the machine does in each wait: it writes the next answer, with the id of the request."""
+    left = [*answers]
+
+    def answer() -> None:
+        if left:
+            request = parse_leave_request(host.read(leave_file(MACHINE)))
+            host.write(leaving_file(MACHINE), render_leave_answer(left.pop(0)._replace(id=request.id)))
+
+    return answer
+
+
+def answer(end: LeaveEnd = LeaveEnd.DONE, seconds: float = 0.0, **facts: object) -> LeaveAnswer:
+    return LeaveAnswer("", end, seconds)._replace(**facts)  # type: ignore[arg-type]
+
+
+def test_a_drain_says_how_far_it_is(host: Host, clock: Clock) -> None:
+    said: list[str] = []
+    waits = ("default/web: The disruption budget web needs 2",)
+    clock.meanwhile = says(
+        host,
+        answer(LeaveEnd.WORKING),
+        answer(LeaveEnd.WORKING, 1.0, pods=2, waiting=waits),
+        answer(LeaveEnd.WORKING, 2.0, pods=2, waiting=waits),
+        answer(LeaveEnd.WORKING, 3.0, pods=1),
+        answer(),
+    )
+    drain(MACHINE, host, said.append, 60)
+    assert said == [f"machine {MACHINE}: 2 pods to leave: {waits[0]}", f"machine {MACHINE}: 1 pod to leave"]
+    assert was_drained(MACHINE, host)
+    assert not host.exists(leave_file(MACHINE))
+
+
+def test_the_request_says_what_and_for_how_long(host: Host, clock: Clock) -> None:
+    seen = []
+
+    def look() -> None:
+        assert was_drained(MACHINE, host), "the machine may cordon the node although this process is killed now"
+        seen.append(parse_leave_request(host.read(leave_file(MACHINE))))
+        says(host, answer())()
+
+    clock.meanwhile = look
+    drain(MACHINE, host, print, 77)
+    assert [(each.task, each.seconds) for each in seen] == [(LeaveTask.DRAIN, 77)]
+
+
+def test_a_machine_that_never_begins_is_left_as_it_was(host: Host, clock: Clock) -> None:
+    with pytest.raises(CannotLeaveError, match="its image may have an older agent"):
+        drain(MACHINE, host, print, 600)
+    assert BEGIN - 5 < clock.passed < BEGIN + 3
+    assert not host.exists(drained_file(MACHINE))
+    assert not host.exists(leave_file(MACHINE))
+
+
+class LateHost(Host):
+    """A host with a machine that begins when its request is being withdrawn."""
+
+    def remove(self, path: str) -> None:
+        if path == leave_file(MACHINE):
+            says(self, answer(LeaveEnd.WORKING))()
+        super().remove(path)
+
+
+def test_a_machine_that_begins_at_the_last_moment_may_have_cordoned_its_node(tmp_path: Path, clock: Clock) -> None:
+    host = LateHost(tmp_path / "host")
+    host.file(f"{MACHINED_STATE}/{MACHINE}")
+    host.make_directory(handoff_directory(MACHINE))
+    with pytest.raises(AgentError, match="has begun too late") as error:
+        drain(MACHINE, host, print, 600)
+    assert not isinstance(error.value, CannotLeaveError)
+    assert was_drained(MACHINE, host)
+
+
+def test_the_note_of_an_earlier_drain_stays(host: Host, clock: Clock) -> None:
+    clock.meanwhile = says(host, answer(LeaveEnd.FAILED, message="pods are left on node x"))
+    with pytest.raises(AgentError, match="pods are left"):
+        drain(MACHINE, host, print, 600)
+    clock.meanwhile = says(host, answer(LeaveEnd.UNABLE))
+    with pytest.raises(CannotLeaveError):
+        drain(MACHINE, host, print, 600)
+    assert was_drained(MACHINE, host)
+    clock.meanwhile = says(host, answer(message="fine"))
+    assert uncordon(MACHINE, host, print) == "fine"
+    assert not was_drained(MACHINE, host)
+
+
+@pytest.mark.parametrize("talks", [False, True])
+def test_a_machine_that_begins_and_does_not_finish_is_not_waited_for(host: Host, clock: Clock, talks: bool) -> None:
+    working = [answer(LeaveEnd.WORKING, float(number)) for number in range(1000 if talks else 1)]
+    clock.meanwhile = says(host, *working)
+    with pytest.raises(AgentError) as error:
+        drain(MACHINE, host, print, 100)
+    assert not isinstance(error.value, CannotLeaveError)
+    assert abs(clock.passed - (100 + MARGIN if talks else SILENT)) < 5
+    assert was_drained(MACHINE, host)
+
+
+def test_an_answer_to_another_request_does_not_count(host: Host, clock: Clock) -> None:
+    host.write(leaving_file(MACHINE), render_leave_answer(answer(id=secrets.token_hex(8))))
+    with pytest.raises(CannotLeaveError):
+        drain(MACHINE, host, print, 600)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"end": "great"},
+        {"pods": -1},
+        {"waiting": ["x"] * 21},
+        {"message": "x" * 1001},
+        {"lost": [{"path": "relative", "files": 1, "size": 1}]},
+        {"lost": [{"path": "/x", "files": 1, "size": 1}] * (LOST_LIMIT + 1)},
+        {"version": 2},
+    ],
+)
+def test_an_answer_is_not_trusted(host: Host, clock: Clock, change: dict[str, object]) -> None:
+    document = json.loads(render_leave_answer(answer(id="ab")))
+    assert parse_answer(json.dumps(document).encode()).id == "ab"
+    with pytest.raises(DocumentError):
+        parse_answer(json.dumps({**document, **change}).encode())
+
+
+def test_what_a_machine_says_is_one_printable_line(host: Host, clock: Clock) -> None:
+    clock.meanwhile = says(host, answer(LeaveEnd.FAILED, message="no\n\x1b[31m", waiting=("a\nb",)))
+    with pytest.raises(AgentError, match=r"^machine gpu-node: machine says: no \\x1b\[31m: a b$"):
+        drain(MACHINE, host, print, 600)
+
+
+def test_only_one_command_asks_a_machine(host: Host, clock: Clock) -> None:
+    with (
+        locked(host, leave_lock_file(MACHINE), 0, ""),
+        pytest.raises(AgentError, match="another command waits for machine"),
+    ):
+        what_is_lost(MACHINE, host)
+    assert not host.exists(leave_file(MACHINE))
+
+
+def test_a_stopped_machine_is_not_asked(host: Host, clock: Clock) -> None:
+    host.remove(f"{MACHINED_STATE}/{MACHINE}")
+    with pytest.raises(CannotLeaveError, match="does not run"):
+        what_is_lost(MACHINE, host)
+    assert clock.passed == 0
+
+
+def test_what_is_lost(host: Host, clock: Clock) -> None:
+    clock.meanwhile = says(host, answer(lost=(DATA, Lost("/root", 1, 5))))
+    found = what_is_lost(MACHINE, host)
+    assert found == (DATA, Lost("/root", 1, 5))
+    assert lines(found) == [
+        "/srv/data: 2 files, 3.5 MB (claim default/pv)",
+        "/root: 1 file, 0.0 MB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("carry", "given_up", "left"),
+    [
+        ((), (), ["/srv", "/srv/data"]),
+        (("/srv/data",), (), ["/srv"]),
+        ((), ("/srv/data/",), ["/srv"]),
+        ((), ("/srv/dat",), ["/srv", "/srv/data"]),
+        (("/srv",), (), []),
+    ],
+)
+def test_what_is_neither_carried_nor_given_up(
+    carry: tuple[str, ...], given_up: tuple[str, ...], left: list[str]
+) -> None:
+    found = unsaved((Lost("/srv", 1, 1), DATA), carry, given_up)
+    assert [each.path for each in found] == left

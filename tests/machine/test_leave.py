@@ -1,0 +1,352 @@
+"""The drain of the Node by the machine, and the look for what another root would not have, with an API server."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.machine import leave
+from agent.machine.leave import ANSWER, REQUEST, fold, is_volume, must_leave
+from agent.machine.notes import Owned
+from agent.model.contract import (
+    LOST_LIMIT,
+    FencedGpu,
+    LeaveRequest,
+    LeaveTask,
+    render_host_status,
+    render_leave_request,
+)
+from agent.model.paths import (
+    CONDITIONS_NAME,
+    CORDONED_FOR,
+    CORDONED_TO_LEAVE,
+    MACHINE_HANDOFF_DIRECTORY,
+    NODE_CORDON_MARK,
+    NODE_FILES,
+)
+from tests.fakes.api_server import NODES, failure
+from tests.fakes.clock import Clock
+from tests.fakes.machine import GPUS
+from tests.fakes.node import KUBECONFIG, NODE, READY, Node, joined_node
+
+PATH = f"{NODES}/{NODE}"
+BUDGET = {"causes": [{"reason": "DisruptionBudget", "message": "The disruption budget web needs 2 healthy pods"}]}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = joined_node(tmp_path / "machine")
+    yield node
+    for path in [path for path in node.api.objects if path.startswith("/api/v1/namespaces/")]:
+        node.api.drop(path)
+    node.api.budgets.clear()
+    node.api.lingers = False
+
+
+def pod(node: Node, name: str, *, volumes: tuple[dict[str, Any], ...] = (), on: str = NODE, **metadata: object) -> str:
+    """Store a pod, and return its path."""
+    about = {"name": name, "namespace": "default", "uid": f"uid-{name}", **metadata}
+    path = f"/api/v1/namespaces/default/pods/{name}"
+    spec = {"nodeName": on, "volumes": [{"name": f"v{number}", **each} for number, each in enumerate(volumes)]}
+    node.api.put(path, {"metadata": about, "spec": spec, "status": {"phase": "Running"}})
+    return path
+
+
+def ask(node: Node, task: LeaveTask = LeaveTask.DRAIN, seconds: float = 60.0, request: str = "ab") -> Any:  # noqa: ANN401
+    """Let the machine work on a request, and return its answer."""
+    node.put(REQUEST, render_leave_request(LeaveRequest(request, task, seconds)))
+    assert leave.run(node) == 0
+    return json.loads(node.read(ANSWER))
+
+
+def evicted(node: Node) -> list[str]:
+    return [path.split("/")[-2] for method, path, _, _ in node.api.requests if method == "POST"]
+
+
+def state(node: Node) -> tuple[bool, dict[str, str]]:
+    found = node.api.objects[PATH]
+    return found.get("spec", {}).get("unschedulable", False), found["metadata"].get("annotations", {})
+
+
+def test_the_node_is_cordoned_before_its_pods_are_evicted(node: Node, clock: Clock) -> None:
+    names = [f"web-{number:03}" for number in range(120)]
+    for name in names:
+        pod(node, name)
+    pod(node, "elsewhere", on="other")
+    node.api.requests.clear()
+    answer = ask(node)
+    assert (answer["id"], answer["end"], answer["pods"]) == ("ab", "done", 0)
+    assert evicted(node) == names
+    assert state(node) == (True, {CORDONED_TO_LEAVE: "drain"})
+    assert [method for method, *_ in node.api.requests[:3]] == ["GET", "PATCH", "GET"]
+
+
+@pytest.mark.parametrize(
+    ("leaves", "item"),
+    [
+        (True, {"metadata": {"name": "alone"}}),
+        (True, {"metadata": {"ownerReferences": [{"kind": "ReplicaSet", "controller": True}]}}),
+        (True, {"metadata": {"ownerReferences": [{"kind": "DaemonSet"}]}}),
+        (False, {"metadata": {"ownerReferences": [{"kind": "DaemonSet", "controller": True}]}}),
+        (False, {"metadata": {"annotations": {"kubernetes.io/config.mirror": "1"}}}),
+        (False, {"metadata": {}, "status": {"phase": "Succeeded"}}),
+        (False, {"metadata": {}, "status": {"phase": "Failed"}}),
+        (True, {"metadata": {}, "status": {"phase": "Pending"}}),
+    ],
+)
+def test_pods_that_belong_to_the_node_or_have_ended_need_not_leave(leaves: bool, item: dict[str, Any]) -> None:
+    assert must_leave(item) is leaves
+
+
+def test_a_budget_is_asked_again_until_the_limit_and_is_named(node: Node, clock: Clock) -> None:
+    pod(node, "web")
+    pod(node, "free")
+    node.api.budgets["web"] = BUDGET
+    answer = ask(node, seconds=21)
+    assert (answer["end"], answer["pods"]) == ("failed", 1)
+    assert answer["waiting"] == ["default/web: The disruption budget web needs 2 healthy pods"]
+    assert answer["message"] == f"pods are left on node {NODE}"
+    assert evicted(node).count("free") == 1
+    # At 0, 6, 12, 18 s, or later on a busy computer: it is due after 5 s, and pods are looked at every 2 s.
+    assert evicted(node).count("web") in (3, 4)
+    assert 15 < clock.passed < 26
+    node.api.budgets.clear()
+    assert ask(node, request="cd")["end"] == "done"
+
+
+def test_the_server_says_when_to_try_again(node: Node, clock: Clock) -> None:
+    pod(node, "web")
+    node.api.budgets["web"] = {**BUDGET, "retryAfterSeconds": 10}
+    ask(node, seconds=15)
+    assert evicted(node) == ["web", "web"]
+    node.api.requests.clear()
+    # Nobody waits longer than a minute because of it.
+    node.api.budgets["web"] = {**BUDGET, "retryAfterSeconds": 3600}
+    ask(node, seconds=100, request="cd")
+    assert evicted(node) == ["web", "web"]
+
+
+def test_a_pod_that_ends_is_waited_for_and_not_evicted_again(node: Node, clock: Clock) -> None:
+    path = pod(node, "slow")
+    node.api.lingers = True
+    answer = ask(node, seconds=10)
+    assert (answer["end"], answer["waiting"]) == ("failed", ["default/slow: it is ending"])
+    assert evicted(node) == ["slow"]
+    clock.meanwhile = lambda: node.api.drop(path) if path in node.api.objects else None
+    assert ask(node, request="cd")["end"] == "done"
+
+
+def test_a_request_that_the_host_withdraws_ends_the_drain(node: Node, clock: Clock) -> None:
+    pod(node, "web")
+    node.api.budgets["web"] = BUDGET
+    clock.meanwhile = lambda: node.drop(REQUEST) if node.exists(REQUEST) else None
+    node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.DRAIN, 600)))
+    assert leave.run(node) == 1
+    assert clock.passed < 5
+    assert state(node)[0], "the host uncordons it"
+
+
+def test_a_request_that_is_withdrawn_before_it_is_begun_changes_nothing(node: Node) -> None:
+    """The host looks for an answer after that: if there is none, it says that nothing was changed."""
+    node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.DRAIN, 600)))
+    node.before_write = lambda path: node.drop(REQUEST) if path == ANSWER and node.exists(REQUEST) else None
+    assert leave.run(node) == 1
+    assert json.loads(node.read(ANSWER))["end"] == "working"
+    assert state(node) == (False, {})
+
+
+def test_an_answered_request_is_not_worked_on_again(node: Node) -> None:
+    assert ask(node)["end"] == "done"
+    pod(node, "late")
+    node.api.requests.clear()
+    ask(node)
+    assert node.api.requests == []
+
+
+def test_the_answer_says_that_the_work_goes_on(node: Node, clock: Clock) -> None:
+    """The host gives up on a machine that says nothing."""
+    pod(node, "web")
+    node.api.budgets["web"] = BUDGET
+    seen = []
+    clock.meanwhile = lambda: seen.append(json.loads(node.read(ANSWER))["seconds"])
+    ask(node, seconds=30)
+    assert len(set(seen)) > 5
+
+
+def test_without_a_node_nothing_is_changed(node: Node) -> None:
+    node.put(KUBECONFIG, "{}")
+    assert ask(node)["end"] == "unable"
+    node.put(KUBECONFIG, node.api.kubeconfig())
+    node.api.answer = lambda method, path: failure(404, "not found") if path == PATH else None
+    assert ask(node, request="bc")["end"] == "unable"
+    node.api.answer = None
+    node.remove_tree("/proc/40")
+    answer = ask(node, request="cd")
+    assert (answer["end"], answer["message"].split(":")[0]) == (
+        "unable",
+        "no kubelet is running as a service in this machine",
+    )
+    assert state(node) == (False, {})
+
+
+@pytest.mark.parametrize("part", ["/nodes/", "/pods"])
+def test_a_server_that_does_not_answer_for_a_time_does_not_end_the_drain(node: Node, clock: Clock, part: str) -> None:
+    pod(node, "web")
+    node.api.answer = lambda method, path: failure(503, "starting") if clock.passed < 10 and part in path else None
+    assert ask(node)["end"] == "done"
+    assert clock.passed >= 10
+    assert (evicted(node)[-1], state(node)[0]) == ("web", True)
+
+
+def test_a_refusal_ends_the_drain_at_once(node: Node, clock: Clock) -> None:
+    node.api.answer = lambda method, path: failure(403, "not allowed") if "pods" in path else None
+    answer = ask(node)
+    assert (answer["end"], clock.passed) == ("failed", 0.0)
+    assert "not allowed" in answer["message"]
+
+
+def test_somebody_who_changes_the_node_meanwhile_does_not_end_the_drain(node: Node) -> None:
+    refusals = iter([failure(409, "modified")] * 2)
+    node.api.answer = lambda method, path: next(refusals, None) if method == "PATCH" else None
+    assert ask(node)["end"] == "done"
+    assert state(node)[0]
+
+
+def test_the_cordon_ends_when_the_host_asks_for_it(node: Node) -> None:
+    ask(node)
+    assert ask(node, LeaveTask.UNCORDON, request="bc")["end"] == "done"
+    assert state(node) == (False, {})
+    assert not node.exists(NODE_CORDON_MARK)
+
+
+def test_a_cordon_of_somebody_else_stays(node: Node) -> None:
+    node.api.put(PATH, {**node.api.objects[PATH], "spec": {"unschedulable": True}})
+    assert ask(node)["end"] == "done"
+    assert ask(node, LeaveTask.UNCORDON, request="bc")["end"] == "done"
+    assert state(node) == (True, {})
+
+
+def test_a_cordon_for_a_gpu_does_not_end_during_the_drain_and_follows_it(node: Node) -> None:
+    found = node.api.objects[PATH]
+    about = {**found["metadata"], "annotations": {CORDONED_FOR: f"{GPUS[0]}=Xid48"}}
+    node.api.put(PATH, {**found, "metadata": about, "spec": {"unschedulable": True}})
+    ask(node)
+    assert state(node) == (True, {CORDONED_TO_LEAVE: "drain"})
+    fenced = (FencedGpu(GPUS[0], "Xid48"),)
+    node.put(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}", render_host_status(READY, 1e9, fenced=fenced))
+    answer = ask(node, LeaveTask.UNCORDON, request="bc")
+    assert "stays cordoned for a GPU" in answer["message"]
+    assert state(node) == (True, {CORDONED_FOR: "start"})
+    assert node.exists(NODE_CORDON_MARK)
+
+
+def test_a_kubelet_that_is_not_there_yet_is_waited_for(node: Node, clock: Clock) -> None:
+    ask(node)
+    node.api.answer = lambda method, path: failure(503, "starting") if clock.passed < 10 else None
+    assert ask(node, LeaveTask.UNCORDON, request="bc")["end"] == "done"
+    assert state(node) == (False, {})
+    node.api.answer = lambda method, path: failure(503, "starting")
+    assert ask(node, LeaveTask.UNCORDON, 10, request="cd")["end"] == "failed"
+
+
+# What another root would not have.
+
+
+@pytest.fixture
+def made(node: Node) -> Node:
+    """A machine of which `up` made the root, with files of the image."""
+    node.put("/proc/self/mountinfo", "1 1 0:1 / / rw - ext4 x rw\n2 1 0:2 / /mnt/a\\040disk rw - ext4 x rw\n")
+    for path in ("/srv/image", "/etc/fstab", "/root/.bashrc", "/mnt/a disk/of/image"):
+        node.put(path, "image")
+    node.put(NODE_FILES, "{}")
+    return node
+
+
+def lost(node: Node, request: str = "ab") -> list[tuple[str, int, int, str]]:
+    answer = ask(node, LeaveTask.LOOK, request=request)
+    assert answer["end"] == "done", answer
+    return [(each["path"], each["files"], each["size"], each["volume"]) for each in answer["lost"]]
+
+
+def write(node: Node, path: str, size: int) -> None:
+    """Write a file that is newer than the root, whatever the clock's steps."""
+    made, number = node.identity(NODE_FILES).ctime_ns, 0
+    while not number or node.identity(path).ctime_ns <= made:
+        number += 1
+        node.put(path, "x" * size)
+
+
+def test_new_files_are_lost_unless_somebody_makes_them_again(made: Node) -> None:
+    write(made, "/srv/data/one", 10)
+    write(made, "/srv/data/two", 20)
+    write(made, "/srv/image", 7)
+    write(made, "/usr/local/bin/tool", 5)
+    for path in ("/usr/bin/tool", "/var/lib/kubelet/pki/x", "/var/log/syslog", "/etc/machine-id", "/tmp/x"):
+        write(made, path, 3)
+    write(made, "/mnt/a disk/data", 100)
+    write(made, "/etc/nvidia-container-runtime/config.toml", 3)
+    write(made, KUBECONFIG, 3)
+    made.put(KUBECONFIG, made.api.kubeconfig())
+    Owned(made).claim("/etc/containerd/conf.d/99-nvidia.toml")
+    write(made, "/etc/containerd/conf.d/99-nvidia.toml", 3)
+    assert lost(made) == [("/srv", 1, 7, ""), ("/srv/data", 2, 30, ""), ("/usr/local/bin", 1, 5, "")]
+
+
+def test_volumes_of_pods_are_named_also_where_other_files_do_not_count(made: Node) -> None:
+    for path in ("/srv/pv/a/b", "/srv/pv/c", "/var/log/app/x", "/var/log/pods/x", "/data/y"):
+        write(made, path, 1)
+    paths = ("/", "/var/log", "/var/log/app", "/var/log/pods", "/var/lib/kubelet/plugins", "/mnt/a disk", "/etc")
+    pod(made, "web", volumes=tuple({"hostPath": {"path": each}} for each in paths))
+    claims: tuple[dict[str, Any], ...] = ({"persistentVolumeClaim": {"claimName": "pv"}}, {"ephemeral": {}})
+    pod(made, "db", volumes=(*claims, {"emptyDir": {}}, {"persistentVolumeClaim": {"claimName": "pending"}}))
+    claim, volume = "/api/v1/namespaces/default/persistentvolumeclaims/", "/api/v1/persistentvolumes/"
+    made.api.put(f"{claim}pv", {"metadata": {}, "spec": {"volumeName": "pv-1"}})
+    made.api.put(f"{claim}db-v1", {"metadata": {}, "spec": {"volumeName": "pv-2"}})
+    made.api.put(f"{claim}pending", {"metadata": {}, "spec": {}})
+    made.api.put(f"{volume}pv-1", {"metadata": {}, "spec": {"local": {"path": "/srv/pv"}}})
+    made.api.put(f"{volume}pv-2", {"metadata": {}, "spec": {"csi": {}}})
+    assert lost(made) == [
+        ("/data", 1, 1, ""),
+        ("/srv/pv", 2, 2, "claim default/pv"),
+        ("/var/log/app", 1, 1, "pod default/web"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "counts"),
+    [
+        ("/srv/data", True),
+        ("/usr/local/data", True),
+        ("/usr/share/zoneinfo", False),
+        ("/var/log/app", True),
+        ("/var/log/journal/x", False),
+        ("/var", False),
+        ("/", False),
+        ("/disk/data", False),
+        ("/diskette", True),
+    ],
+)
+def test_what_counts_as_a_volume(path: str, counts: bool) -> None:
+    assert is_volume(path, frozenset({"/disk"})) is counts
+
+
+def test_many_directories_become_few(made: Node) -> None:
+    for number in range(12 * LOST_LIMIT):
+        write(made, f"/srv/data/{number}/x", 2)
+    write(made, "/root/x", 1)
+    assert lost(made) == [("/root", 1, 1, ""), ("/srv/data", 12 * LOST_LIMIT, 24 * LOST_LIMIT, "")]
+    assert fold({"/a": (1, 1), "/b/c/d": (2, 2)}, 2) == {"/a": (1, 1), "/b/c/d": (2, 2)}
+
+
+def test_a_look_that_does_not_see_all_fails(made: Node) -> None:
+    write(made, "/srv/data/one", 10)
+    answer = ask(made, LeaveTask.LOOK, seconds=0)
+    assert (answer["end"], answer["lost"]) == ("failed", [])
+    assert "not all were looked at" in answer["message"]
+
+
+def test_a_root_of_somebody_else_is_not_looked_at(made: Node) -> None:
+    made.drop(NODE_FILES)
+    assert ask(made, LeaveTask.LOOK)["end"] == "unable"
