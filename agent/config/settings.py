@@ -497,6 +497,8 @@ class NodeSettings(Table, frozen=True, kw_only=True):
     """Settings of containerd."""
     host: HostNodeSettings = HostNodeSettings()
     """Settings of the host."""
+    keep_former: Annotated[int, Range(1, 8760)] = 168
+    """Hours that a machine is ready with a new root file system until the former one is removed."""
 
     def __post_init__(self) -> None:
         if bool(self.bootstrap_token) == bool(self.exec_credential):
