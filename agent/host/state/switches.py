@@ -10,6 +10,7 @@ from agent.config.settings import Config, MachineSettings
 from agent.host.state.records import Record
 from agent.model.paths import SWITCHES, candidate_of, machine_root, switch_record
 from agent.system.files import System
+from agent.system.trust import read_seen
 
 HELD_BACK = (
     "kubelet.service",
@@ -73,7 +74,8 @@ def with_candidates(config: Config, switches: Mapping[str, Switch], system: Syst
         if switch.state == "trying"
         and name in config.machines
         and candidate_of(name) not in config.machines
-        and system.is_directory(machine_root(candidate_of(name)), follow=False)
+        # Other users than root may not look there.
+        and read_seen(system.is_directory, machine_root(candidate_of(name))) is not False
     }
     settings = {name: candidate_settings(config.machines[machine]) for name, machine in found.items()}
     return replace(config, machines={**config.machines, **settings}) if found else config, found
