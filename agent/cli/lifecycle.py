@@ -128,6 +128,7 @@ def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse
         what = f"the next root file system of machine {name} would lack {missing}"
         raise AgentError(what, "copy what is needed, then name each with --give-up PATH")
     switching.refuse_loss(steps)
+    offered = switching.offers_gpus()
     confirm(f"machine {name} restarts with another root file system", options)
     with _given_up(switching, "its candidate"):
         switching.make(steps)
@@ -140,6 +141,8 @@ def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse
     failures = tuple[str, ...]()
     try:
         switching.hand_over(keep=bool(options.give_up))
+        if offered:
+            switching.wait_for_offer()
     except AgentError as error:
         failures = (str(error),)
     outcome = reconciler.reconcile()

@@ -26,7 +26,7 @@ from agent.host.reconcile import Outcome, Reconciler
 from agent.host.state.locks import COMMAND_WAIT, locked, machine_locks
 from agent.host.state.records import mark_start
 from agent.host.state.switches import RECORDS, State, Switch, read_switches
-from agent.model.conditions import Status
+from agent.model.conditions import ConditionType, Status
 from agent.model.errors import AgentError
 from agent.model.paths import PROVISION_LOCK, candidate_of, machine_root, other_root, switch_record
 from agent.system.files import System
@@ -35,6 +35,7 @@ from agent.system.systemd import list_units, queue_job
 
 UNIT = "unbounded-agent-switch.service"
 """Ends what a killed command or a power cut interrupted, and removes former root file systems."""
+OFFER_LIMIT = 300.0
 BUSY = "another `unbounded-agent up`, `switch` or `reset` is still running"
 WENT_BACK = "the former root file system serves again"
 
@@ -168,6 +169,24 @@ class Switching(Struct, frozen=True):
     def is_ready(self, outcome: Outcome) -> bool:
         """Return whether the machine is ready and has joined, and its GPUs have passed the test if they must."""
         return Watch(self.reconciler, (self.name,)).all_ready(outcome)
+
+    def offers_gpus(self) -> bool:
+        """Return whether the node offers the machine's GPUs to pods, as far as the machine knows."""
+        machines = self.reconciler.reconcile().machines
+        offers = (each.condition(ConditionType.GPUS_ADVERTISED).status for each in machines if each.name == self.name)
+        return next(offers, Status.UNKNOWN) is Status.TRUE
+
+    def wait_for_offer(self) -> None:
+        """Wait until the device plugin offers GPUs again, for OFFER_LIMIT seconds at most.
+
+        Until then, the Node may have the count of the former root file system: a pod that the scheduler sends there
+        would start without its GPU, because the new one has no record of the plugin.
+        """
+
+        def look() -> tuple[None, str]:
+            return None, "" if self.offers_gpus() else "waiting until the device plugin offers the GPUs again"
+
+        self.reconciler.wait(look, OFFER_LIMIT)
 
     def forget(self) -> None:
         """Remove the root file system that does not serve."""

@@ -12,6 +12,7 @@ from agent.host.state.gpus import observe_gpus, record_test
 from agent.host.state.records import read_history, write_history
 from agent.host.state.switches import RECORDS, Switch
 from agent.host.switching import UNIT, begin, work
+from agent.model.conditions import ConditionType
 from agent.model.errors import AgentError
 from agent.model.paths import (
     KUBELET_CERTIFICATES,
@@ -183,6 +184,28 @@ def test_a_node_that_is_not_ready_goes_back_by_itself(host: NodeHost, capsys: Ca
     command(node_reconciler(host), "status")
     assert f"machine {MACHINE} was not switched to " in capsys.readouterr().err
     assert host.bus.properties[host.bus.units[UNITS[0]], "org.freedesktop.systemd1.Unit", "ActiveState"][1] == "active"
+
+
+def test_a_node_is_uncordoned_only_when_its_gpus_are_offered_again(host: NodeHost, clock: Clock) -> None:
+    """Meanwhile, the API server has the former count, and a pod would start without its GPU."""
+    late, uncordon = list[float](), (*KUBECTL, "uncordon", NODE)
+
+    def offers() -> None:
+        late.append(clock.passed)
+        assert uncordon not in host.runner.calls
+        if len(late) == 5:
+            host.silent.clear()
+            host.answer()
+
+    def look(argv: tuple[str, ...]) -> None:
+        if argv == ("systemctl", "start", "--no-block", UNITS[0]):
+            host.silent.add(ConditionType.GPUS_ADVERTISED)
+            clock.meanwhile = offers
+
+    host.tools.before = look
+    assert switch(host, f"--kubeconfig {ADMIN}") == 0
+    assert len(late) >= 5
+    assert uncordon in host.runner.calls
 
 
 class KilledError(BaseException):

@@ -157,6 +157,8 @@ class NodeHost(Host):
         """Whether the kubelet of a machine that boots joins the cluster."""
         self.reports = True
         """Whether a machine that boots reports."""
+        self.silent = set[ConditionType]()
+        """What machines do not know of themselves."""
         self.sick: Callable[[str], bool] = lambda root: False
         """Whether a machine that boots with this root directory has a fault."""
 
@@ -181,7 +183,8 @@ class NodeHost(Host):
         """Report that all is well in the machine, unless it is sick."""
         status = Status.FALSE if self.sick(machine_root(name)) else Status.TRUE
         kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
-        conditions = tuple(Condition(kind, status, "Fine", "simulated") for kind in kinds)
+        statuses = {kind: Status.UNKNOWN if kind in self.silent else status for kind in kinds}
+        conditions = tuple(Condition(kind, statuses[kind], "Fine", "simulated") for kind in kinds)
         generation = parse_handoff(self.read(handoff_file(name))).generation
         report = render_report(Report(generation, conditions, (), BOOT_ID, __version__, {}))
         self.write(f"{report_directory(name)}/report.json", report)

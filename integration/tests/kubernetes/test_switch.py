@@ -92,6 +92,7 @@ def test_a_node_is_switched_and_stays_the_same_node(
     host.offer_gpus()
     host.apply(deployment())
     host.wait("the pod runs", lambda: runs(host))
+    assert host.run_gpu_pod().count("GPU-") == 1
     node, root = host.get("node", NODE), run(["stat", "-c", "%i", f"/var/lib/machines/{MACHINE}"]).stdout
     configure(host, "maxPods = 37")
     would = run(["unbounded-agent", "switch", MACHINE, "--dry-run"], timeout=300).stdout
@@ -106,9 +107,10 @@ def test_a_node_is_switched_and_stays_the_same_node(
     assert run(["stat", "-c", "%i", f"/var/lib/machines/{MACHINE}"]).stdout != root
     host.wait("the node is Ready", host.nodes_are_ready)
     host.wait("the pod has come back", lambda: runs(host))
-    switched_in = down(host)
+    # At once: the command has waited until the device plugin offers the GPUs.
     assert host.run_gpu_pod().count("GPU-") == 1
     assert run(["ls", f"/var/lib/unbounded-agent/machines/{MACHINE}/handoff"]).stdout.count("token") == 0
+    switched_in = down(host)
     run(["unbounded-agent", "restart", MACHINE, "--no-drain"], timeout=900)
     restarted_in = down(host)
     measured("seconds without the kubelet: switch, restart", (switched_in, restarted_in))
