@@ -78,4 +78,6 @@ def make_reconciler(loaded: Loaded, system: System, report: Callable[[str], None
     reconciler = Reconciler(loaded.config, system, Sysfs(system), report, rejected=loaded.rejected, memory=memory)
     if loaded.in_force:
         reconciler.in_force = InForce(loaded.config, system, loaded.before)
+    # Units and users may name a candidate.
+    reconciler.look_for_candidates()
     return reconciler

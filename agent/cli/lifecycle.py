@@ -1,24 +1,33 @@
-"""`unbounded-agent start`, `stop` and `restart`: start or stop a machine, and move its pods away before it stops."""
+"""`unbounded-agent start`, `stop`, `restart` and `switch`: of a machine, whose pods are moved away before it stops."""
 
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+from msgspec.structs import replace
+
 from agent.cli.host import settings_of
+from agent.cli.node import chosen, in_words
 from agent.cli.output import print_machines
 from agent.cli.printing import confirm, report_failures, say
 from agent.host.allocation import CORDONED, UNSCHEDULABLE, cordon, recorded_node
 from agent.host.joining import Watch
-from agent.host.leave import CannotLeaveError, drain, uncordon, was_drained
+from agent.host.leave import CannotLeaveError, drain, lines, uncordon, unsaved, was_drained, what_is_lost
 from agent.host.provision.apply import STOP_LIMIT
+from agent.host.provision.plan import NodeStep
+from agent.host.provision.preflight import Asking
+from agent.host.provision.up import Provisioner
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import machine_locks
 from agent.host.state.records import mark_start
+from agent.host.switching import Switching, work
 from agent.model.conditions import ConditionType, Status
 from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Absent, Broken, Unseen
-from agent.model.paths import CORDONED_FOR, cordoned_file, machine_unit
+from agent.model.paths import CORDONED_FOR, cordoned_file, machine_unit, other_root
+from agent.system.http import ask
+from agent.system.network import HostNetwork, NetworkSource
 
 DRAIN_LIMIT = 600.0
 """Seconds that pods get to move to other nodes. kubectl waits for their disruption budgets."""
@@ -60,6 +69,113 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
         except AgentError as error:
             hint = f"{error.hint}; then {again}" if error.hint else again
             raise AgentError(f"{stopped}: {error.message}", hint) from error
+
+
+def switch(
+    options: argparse.Namespace, reconciler: Reconciler, network: NetworkSource | None = None, ask: Asking = ask
+) -> int:
+    """Switch a node to another root file system, made as `up` makes it. Return the exit code. Raises AgentError.
+
+    The next root file system first boots as a candidate, next to the machine. If it does not become ready, the machine
+    serves on. If the machine does not become ready with it, the former one serves again.
+    """
+    (name,), system = chosen(reconciler, options.machine), reconciler.system
+    settings, source = reconciler.config.machines[name], network or HostNetwork()
+    assert settings.node, "the machine is a node"
+    image = replace(settings.node.image, name=options.image or settings.node.image.name)
+    settings = replace(settings, node=replace(settings.node, image=image))
+    # Without what earlier switches left: those machines are no part of the configuration.
+    machines = {each: own for each, own in reconciler.config.machines.items() if each not in reconciler.candidates}
+    config = replace(reconciler.config, machines={**machines, name: settings})
+    switching = Switching(reconciler, name, source)
+    with switching.locks():
+        if options.forget:
+            return _forget(switching, options)
+        if not options.dry_run:
+            switching.go_on()
+        provisioner = Provisioner(config, system, source, reconciler.progress, ask)
+        found = provisioner.candidate(name, reconciler.preview()[0])
+        say(in_words(each) for each in found.checks if not each.passed)
+        if found.failed:
+            return 1
+        if not found.steps:
+            say([f"machine {name} was made from this image and these settings: nothing to do"])
+            return 0
+        return _switch(found.steps, switching, options)
+
+
+def _forget(switching: Switching, options: argparse.Namespace) -> int:
+    path = other_root(switching.name)
+    if options.dry_run:
+        say([f"would remove {path}"])
+        return 0
+    confirm(f"{path} is removed", options)
+    switching.forget()
+    return 0
+
+
+def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse.Namespace) -> int:
+    """Make the candidate, move the pods away, and hand the node over. Return the exit code. Raises AgentError."""
+    name, reconciler = switching.name, switching.reconciler
+    node = reconciler.config.machines[name].node
+    assert node, "the machine is a node"
+    lost = unsaved(what_is_lost(name, reconciler.system), node.carry, options.give_up)
+    missing = "; ".join(lines(lost))
+    if options.dry_run:
+        say(f"would {each}" for each in switching.sentences(steps))
+        say([f"would refuse, because the next root file system would lack {missing}"] if lost else [])
+        return 0
+    if lost:
+        what = f"the next root file system of machine {name} would lack {missing}"
+        raise AgentError(what, "copy what is needed, then name each with --give-up PATH")
+    switching.refuse_loss(steps)
+    offered = switching.offers_gpus()
+    confirm(f"machine {name} restarts with another root file system", options)
+    with _given_up(switching, "its candidate"):
+        switching.make(steps)
+        switching.hold_back()
+    with _given_up(switching, "its pods"):
+        if options.kubeconfig:
+            _drain(name, reconciler, options.kubeconfig)
+        elif not options.no_drain:
+            _drain_itself(name, reconciler)
+    failures = tuple[str, ...]()
+    try:
+        switching.hand_over(keep=bool(options.give_up))
+        if offered:
+            switching.wait_for_offer()
+    except AgentError as error:
+        failures = (str(error),)
+    outcome = reconciler.reconcile()
+    print_machines([each for each in outcome.machines if each.name == name], reconciler)
+    not_yet = "" if switching.is_ready(outcome) else "is not ready"
+    fenced = [
+        gpu.pci_address
+        for each in outcome.machines
+        if each.name == name
+        for gpu in reconciler.cordons_for(each, outcome.facts)
+    ]
+    failures += _uncordon_itself(name, reconciler, not_yet)
+    return report_failures((*failures, *_uncordon(name, reconciler, options.kubeconfig, not_yet, fenced)))
+
+
+@contextmanager
+def _given_up(switching: Switching, what: str) -> Iterator[None]:
+    """If the block fails or is interrupted, stop the candidate: the machine serves on as before."""
+    try:
+        yield
+    except (AgentError, OSError) as error:
+        switching.give_up(f"{what}: {error}")
+        why = f"machine {switching.name} was not switched, and serves on: {what}: {error}"
+        raise AgentError(why, "correct this, then run the same command again") from error
+    except KeyboardInterrupt:
+        switching.give_up("it was interrupted")
+        raise
+
+
+def finish_switches(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """End switches that were interrupted, and remove former root file systems whose time is over."""
+    return report_failures(work(reconciler))
 
 
 def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:

@@ -47,7 +47,8 @@ def summaries(
     for machine in sorted(machines, key=lambda each: (order.index(each.ready.status), each.name)):
         ready = machine.ready
         state = f"\x1b[{COLOURS[ready.status]}m{STATES[ready.status]}\x1b[0m" if colour else STATES[ready.status]
-        parts = [f"{machine.name}: {state}"]
+        of = f" (candidate for {machine.candidate_of})" if machine.candidate_of else ""
+        parts = [f"{machine.name}{of}: {state}"]
         if ready.reason != Reason.ALL_CONDITIONS_TRUE:
             parts.append(ready.reason)
         if ready.last_transition:

@@ -6,7 +6,7 @@ from functools import partial
 from agent.cli.doctor.host import diagnose_machines
 from agent.cli.host import load, make_reconciler
 from agent.config.load import Loaded
-from agent.host import gpu_recovery
+from agent.host import gpu_recovery, switching
 from agent.host.daemon import loop
 from agent.host.daemon.health import Fixes
 from agent.host.reconcile import Outcome, Reconciler
@@ -20,8 +20,15 @@ def serve(options: argparse.Namespace, reconciler: Reconciler) -> int:
         partial(load, options, system),
         lambda loaded, progress: make_reconciler(loaded, system, progress),
         fix=partial(fixes, system),
-        begin=lambda loaded, outcome: gpu_recovery.begin(loaded.config, system, outcome),
+        begin=partial(begin, system),
     )
+
+
+def begin(system: System, loaded: Loaded, outcome: Outcome) -> tuple[str, ...]:
+    """Start the units that have something to do. Return what is stopped, and why, in sentences."""
+    stopped = gpu_recovery.begin(loaded.config, system, outcome)
+    switching.begin(loaded.config, system, outcome)
+    return stopped
 
 
 def fixes(system: System, loaded: Loaded, outcome: Outcome) -> Fixes:

@@ -49,7 +49,7 @@ def status(options: argparse.Namespace, reconciler: Reconciler) -> int:
 
     def look() -> tuple[tuple[Facts, tuple[MachineOutcome, ...]], str]:
         facts, machines = _observe(options.machine, reconciler)
-        waiting = (each for each in machines if each.ready.status is not Status.TRUE)
+        waiting = (each for each in machines if each.ready.status is not Status.TRUE and not each.candidate_of)
         return (facts, machines), "; ".join(f"{each.name}: waiting: {each.ready.reason}" for each in waiting)
 
     facts, machines = reconciler.wait(look, options.wait or 0.0)
@@ -61,7 +61,7 @@ def status(options: argparse.Namespace, reconciler: Reconciler) -> int:
         report(AS_ROOT)
     if not options.check and options.wait is None:
         return 0
-    statuses = {each.ready.status for each in machines}
+    statuses = {each.ready.status for each in machines if not each.candidate_of}
     return next((code for each, code in EXIT_CODES.items() if each in statuses), 0)
 
 
@@ -153,6 +153,7 @@ def as_object(machines: Iterable[MachineOutcome], facts: Facts) -> dict[str, obj
             "message": machine.ready.message,
             "gpus": machine.gpus,
             "lostGPUs": machine.lost,
+            **({"candidateFor": machine.candidate_of} if machine.candidate_of else {}),
             "conditions": [each.to_kubernetes() for each in machine.conditions],
         }
         for machine in machines

@@ -526,6 +526,8 @@ class NodeSettings(Table, frozen=True, kw_only=True):
     carry: Annotated[list[CarriedPath], once("the directory", str)] = []
     """Directories in the machine that outlive its root file system, such as `["/srv/data"]`: the host keeps them. In a
     new node, they are empty at first; in one that exists, move their files first (docs/bootstrap.md#carry)."""
+    keep_former: Annotated[int, Range(1, 8760)] = 168
+    """Hours that a machine is ready with a new root file system until the former one is removed."""
 
     def __post_init__(self) -> None:
         for path in self.carry:

@@ -27,6 +27,7 @@ from agent.host.state.records import (
     write_ages,
     write_history,
 )
+from agent.host.state.switches import read_switches, with_candidates
 from agent.host.verify import answers
 from agent.host.verify.gpu_states import fenced_gpus, gpu_states, own_fault, recovered_at, withheld
 from agent.host.verify.readiness import Case, conditions, expected_gpus, lost_gpus
@@ -99,6 +100,8 @@ class MachineOutcome(Struct, frozen=True):
     """The settings that a start would use now; None if those on disk are not the goal's, or if there is no goal."""
     fault: Fault | None = None
     """An unexpected error while working on this machine."""
+    candidate_of: str = ""
+    """The machine for which this one is tried as the next root file system; empty if it is no candidate."""
 
     def condition(self, kind: ConditionType) -> Condition:
         """Return the condition of this type; Unknown before the machine's first pass."""
@@ -190,6 +193,9 @@ class Reconciler(Struct):
     wait_until: float = math.inf
     """The time, by CLOCK_MONOTONIC, after which a pass no longer waits until another process's pass ends."""
     memory: Memory = field(default_factory=Memory)
+    candidates: Mapping[str, str] = field(default_factory=dict)
+    """Machines that boot next to another one, as its next root file system, with that machine's name. `config` has
+    settings for them since the last preview."""
     failed_cleanups: dict[Cleanup, tuple[float, str]] = field(default_factory=dict)
     """Removals that failed: when they are tried again, by CLOCK_MONOTONIC, and why they failed."""
     logged_faults: tuple[str, ...] = ()
@@ -212,7 +218,9 @@ class Reconciler(Struct):
 
     def preview(self) -> tuple[Facts, Plan, Difference]:
         """Return facts, plan and difference without changing anything. Raises AgentError if no pass is possible."""
+        problems = self.look_for_candidates()
         facts = without_plain(observe(self.config, self.system, self.devices, self.memory))
+        facts = replace(facts, candidates=self.candidates, problems=(*facts.problems, *problems))
         self.progress("")
         if isinstance(facts.systemd_version, int) and facts.systemd_version < SYSTEMD_MINIMUM:
             raise AgentError(
@@ -220,6 +228,15 @@ class Reconciler(Struct):
                 "use Debian 12, Ubuntu 24.04 or newer as the host",
             )
         return self.planned(facts)
+
+    def look_for_candidates(self) -> tuple[str, ...]:
+        """Let `config` have the candidates that exist now. Return what users should know of switches, in sentences."""
+        switches = read_switches(self.system)
+        if switches or self.candidates:
+            own = {name: each for name, each in self.config.machines.items() if name not in self.candidates}
+            config = replace(self.config, machines=own)
+            self.config, self.candidates = with_candidates(config, switches, self.system)
+        return tuple(filter(None, (switch.problem(name) for name, switch in switches.items())))
 
     def planned(self, facts: Facts) -> tuple[Facts, Plan, Difference]:
         """Return the plan for these facts, and the difference, with the facts as they are completed by the plan."""
@@ -250,12 +267,13 @@ class Reconciler(Struct):
         """Make one pass, then start machines that are not running. Raises AgentError if no pass is possible.
 
         A machine that has run since the host booted is started only if `by_hand` names it: a user may have stopped it.
+        Candidates are neither started nor in the outcome: they belong to the command that makes them.
         """
         outcome = self.reconcile()
         failures, machines = outcome.failures, list[MachineOutcome]()
         # Machines start only after `reconcile` has released the pass lock, because a start runs prepare@, which makes a
         # pass itself.
-        for machine in outcome.machines:
+        for machine in (each for each in outcome.machines if each.name not in self.candidates):
             wanted = machine.name in by_hand
             may_start = machine.stopped and machine.startable and (wanted or not machine.has_run)
             # Read the machine's mark (agent.host.state.records) again: `stop` may have made it during the pass.
@@ -362,7 +380,8 @@ class Reconciler(Struct):
             gpus = tuple(address for address in outcome.gpus if address not in lost)
             expected = expected_gpus(case.settings.gpus, (*gpus, *lost))
             outcome = replace(outcome, gpus=gpus, lost=lost, expected=expected, fault=faulted)
-            machines.append(replace(outcome, startable=startable(machine, facts)))
+            of = facts.candidates.get(name, "")
+            machines.append(replace(outcome, startable=startable(machine, facts), candidate_of=of))
         return tuple(machines)
 
     def cordons_for(self, machine: MachineOutcome, facts: Facts) -> tuple[FencedGpu, ...]:

@@ -528,6 +528,8 @@ class MachineFacts(Unit, frozen=True, kw_only=True):
     """The .nspawn file and drop-in at the machine's start; observed only if `live` is None or has no `fixed`."""
     handed_roots: Seen[tuple[int, ...]] = Absent("no record")
     """Indices of driver roots that earlier handoffs since the machine's start have named."""
+    identity: bool = False
+    """Whether the host keeps the certificates of the machine's kubelet (identity_directory)."""
     publication: Publication | None = None
     """Of the handoff; None if there is none, or its file could not be observed."""
     carried: tuple[str, ...] = ()
@@ -610,6 +612,9 @@ class Facts(StagedFacts, frozen=True):
     mount_sources: Mapping[str, Seen[MountSource]] = field(default_factory=dict)
     nspawn_sources: Mapping[str, str] = field(default_factory=dict)
     """Real paths of the sources that `nspawn.extra` mounts, by the path in that setting."""
+    candidates: Mapping[str, str] = field(default_factory=dict)
+    """Machines that boot next to another one, as its next root file system, with that machine's name. Only these may
+    have the GPUs of another machine whose settings ask for a number of them."""
     problems: tuple[str, ...] = ()
     """State of the agent that was discarded, and facts about the host that were not understood; a sentence each."""
     went_back: str = ""

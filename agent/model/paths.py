@@ -35,6 +35,8 @@ NODE_FILES = f"{STATE}/node-files.json"
 """In a machine: what `up` put into its root file system."""
 CARRIED = f"{STATE}/carried"
 """Has the directories that machines keep outside of their root file systems. Only root may enter it."""
+SWITCHES = f"{STATE}/switches"
+"""Has a directory for each machine that was switched to another root file system, with the record of that."""
 BINARIES = f"{STATE}/binaries"
 """Programs of nodes, and archives of programs, that were fetched and verified, by digest."""
 
@@ -98,6 +100,8 @@ MACHINE_HOST_NVIDIA = "/run/host-nvidia"
 MACHINE_HANDOFF_DIRECTORY = "/run/unbounded-agent/handoff"
 MACHINE_REPORT_DIRECTORY = "/run/unbounded-agent/report"
 MACHINE_STATE = "/run/unbounded-agent/state"
+KUBELET_CERTIFICATES = "/var/lib/kubelet/pki"
+"""Where a machine's kubelet keeps its certificates and their keys (--cert-dir)."""
 CDI_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
 """Where container runtimes look for CDI specifications. The last one takes precedence (cdi.DefaultSpecDirs)."""
 HANDOFF_NAME = "handoff.json"
@@ -215,6 +219,36 @@ def staged_root(machine: str, digest: str) -> str:
     `digest` is computed from the image, the programs and the files.
     """
     return f"{staged_prefix(machine)}{digest.removeprefix('sha256:')[:16]}"
+
+
+def candidate_of(machine: str) -> str:
+    """Return the name under which a machine's next root file system boots, next to the machine that still serves."""
+    return f"{machine}-next"
+
+
+def other_root(machine: str) -> str:
+    """Return where a machine's second root file system is while it is not booted: the next one, later the former."""
+    return f"{staged_prefix(machine)}other"
+
+
+def switch_directory(machine: str) -> str:
+    """Return the directory with the records of the machine's last switch to another root file system."""
+    return f"{SWITCHES}/{machine}"
+
+
+def switch_record(machine: str) -> str:
+    return f"{switch_directory(machine)}/switch.json"
+
+
+def root_records(machine: str, which: str) -> tuple[str, str]:
+    """Return both copies of the record of one of the root file systems of a switch: `next` or `former`."""
+    directory = switch_directory(machine)
+    return f"{directory}/{which}.json", f"{directory}/{which}.copy.json"
+
+
+def identity_directory(machine: str) -> str:
+    """Return the directory of the host that has the kubelet's certificates, bound at KUBELET_CERTIFICATES."""
+    return f"{MACHINES_STATE}/{machine}/identity"
 
 
 def node_record(machine: str) -> str:

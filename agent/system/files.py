@@ -96,8 +96,11 @@ class _Statx(ctypes.Structure):
     )
 
 
-_call = ctypes.CDLL(None, use_errno=True).statx
+_library = ctypes.CDLL(None, use_errno=True)
+_call = _library.statx
 _call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.POINTER(_Statx))
+RENAME_EXCHANGE = 2
+"""Of renameat2(2): both paths exist, and swap what they name in one step."""
 
 
 def _statx(place: str, flags: int, wanted: int) -> _Statx:
@@ -607,6 +610,14 @@ class System:
         """Rename within one file system, durably."""
         os.rename(self._at(old, follow=False), self._at(new, follow=False))
         self.sync_directory(os.path.dirname(new))
+
+    def exchange(self, one: str, other: str) -> None:
+        """Swap what two paths in one directory name, durably: at no moment is one of them missing. Raises OSError."""
+        places = [os.fsencode(self._at(path, follow=False)) for path in (one, other)]
+        if _library.renameat2(AT_FDCWD, places[0], AT_FDCWD, places[1], RENAME_EXCHANGE):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), one)
+        self.sync_directory(os.path.dirname(one))
 
     def put_aside(self, path: str) -> str:
         """Rename whatever is in the place of one of the agent's files, and return its new path."""

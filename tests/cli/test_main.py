@@ -146,7 +146,10 @@ def test_each_help_has_a_description_exit_codes_and_an_example(parser: argparse.
 
 
 def test_the_journal_records_commands_that_change_the_host() -> None:
-    lifecycle, detaching = {"start", "stop", "restart"}, {"gpus detach", "gpus attach", "gpus reset", "gpus test"}
+    lifecycle, detaching = (
+        {"start", "stop", "restart", "switch"},
+        {"gpus detach", "gpus attach", "gpus reset", "gpus test"},
+    )
     expected = {"apply", "up", "reset", *lifecycle, *detaching, "gpus forget", "kube allocation"}
     assert {name for name, command in COMMANDS.items() if command.changes} == expected
 
@@ -158,13 +161,17 @@ def test_the_help_of_the_program(capsys: Capture) -> None:
     assert [code for code in codes if f"\n  {code:<3} " not in listed] == []
     assert "/etc/unbounded-agent/config.toml.sample" in listed
     hidden = {name for name, command in COMMANDS.items() if command.hidden}
-    assert hidden == {"load-modules", "prepare", "recover-gpus", "run-checks"}
+    assert hidden == {"finish-switches", "load-modules", "prepare", "recover-gpus", "run-checks"}
     assert [name for name in hidden if name in listed] == []
     assert [name for name in subcommands("") if name not in listed and name not in hidden] == []
     assert [name for name in subcommands("gpus") if name not in help_of(capsys, "gpus")] == []
     assert "unbounded-agent-prepare@MACHINE.service" in help_of(capsys, "prepare")
     assert "unbounded-agent-modules.service" in help_of(capsys, "load-modules")
-    units = {"load-modules": "unbounded-agent-modules", "recover-gpus": "unbounded-agent-gpus"}
+    units = {
+        "finish-switches": "unbounded-agent-switch",
+        "load-modules": "unbounded-agent-modules",
+        "recover-gpus": "unbounded-agent-gpus",
+    }
     for name, unit in ({"run": "unbounded-agent"} | units).items():
         assert help_of(capsys, name).endswith(f"sudo systemctl start {unit}\n"), "its unit confines it"
     assert "`kube allocation` needs root" in " ".join(help_of(capsys, "kube").split())

@@ -356,7 +356,7 @@ def test_changed_settings_are_reported_and_a_rebuild_applies_them(host: NodeHost
     assert STOP in calls(host)
     # The node's files have the server's address, and those of its network.
     assert run(host, server="https://192.0.2.2:6443", kubelet=kubelet) == 0
-    assert "was made with other settings: server; run `unbounded-agent up --rebuild" in capsys.readouterr().err
+    assert "was made with other settings: server; run `unbounded-agent switch" in capsys.readouterr().err
     agent = node_reconciler(host, kubelet=kubelet)
     (machine,) = agent.config.machines.values()
     own = replace(machine, nspawn=replace(machine.nspawn, virtual_ethernet=True))
@@ -403,7 +403,7 @@ def test_swap_that_is_to_be_kept_from_now_on(host: NodeHost, capsys: Capture) ->
     assert run(host) == 0
     assert run(host, host=kept) == 0
     printed = capsys.readouterr().err
-    assert "was made with other settings: host.swap; run `unbounded-agent up --rebuild" in printed
+    assert "was made with other settings: host.swap; run `unbounded-agent switch" in printed
     assert run(host, rebuild=True, host=kept) == 0
     assert json.loads(host.read(f"{machine_root(MACHINE)}/etc/kubernetes/kubelet.json"))["failSwapOn"] is False
     capsys.readouterr()

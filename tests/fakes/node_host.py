@@ -17,11 +17,11 @@ from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import render_live
 from agent.model.handoff import Report, parse_handoff, render_report
 from agent.model.node import Link, Network, Route, Rule
-from agent.model.paths import handoff_file, joined_file, live_file, machine_root, report_directory
+from agent.model.paths import handoff_file, joined_file, live_file, machine_root, machine_unit, report_directory
 from agent.system.http import Answer
 from agent.system.process import Completed
 from tests.fakes.clearing import clear_below, clears
-from tests.fakes.gpu_host import MACHINE, UNITS, set_up, units
+from tests.fakes.gpu_host import MACHINE, set_up
 from tests.fakes.host import Host, ScriptedRunner
 from tests.fakes.layouts import put_layout
 from tests.fakes.reports import IN_MACHINE
@@ -30,6 +30,8 @@ NODE, SERVER, TOKEN = "node-1", "https://192.0.2.1:6443", "abcdef.0123456789abcd
 CA_FILE, TOKEN_FILE = "/etc/unbounded-agent/ca.crt", "/etc/unbounded-agent/token"
 REPOSITORY = "docker://registry.example.com/nodes"
 NETWORK = Network((Link("eth0", ""), Link("lo", "")), (), (Rule(2, 0, 1, 255),))
+CANDIDATE = f"{MACHINE}-next"
+MACHINES = {machine_unit(name): name for name in (MACHINE, CANDIDATE)}
 BOOT_ID = "4e6f4e6f-0000-0000-0000-000000000000"
 SYSCTLS = {
     "kernel/panic": "0",
@@ -107,13 +109,12 @@ class HostTools(ScriptedRunner):
                     host.remove(wanted(unit))
                     host.remove_empty_directory(posixpath.dirname(wanted(unit)))
             case ("systemctl", "start", "--no-block", unit):
-                assert unit == UNITS[0]
-                host.boot()
+                host.boot(MACHINES[unit])
             case ("systemctl", "reload", "unbounded-agent.service"):
                 pass
             case ("systemctl", "stop", unit):
-                assert unit == UNITS[0]
-                units(host, "inactive", stopped_at=1)
+                assert unit in MACHINES
+                host.bus.unit(unit, "inactive", stopped_at=1)
             case _:
                 raise AssertionError(f"nobody expected {' '.join(argv)}")
         return ""
@@ -158,16 +159,21 @@ class NodeHost(Host):
         """Settings of the node with which the machine boots, in addition to those of `node_reconciler`."""
         self.reports = True
         """Whether a machine that boots reports."""
+        self.silent = set[ConditionType]()
+        """What machines do not know of themselves."""
+        self.sick: Callable[[str], bool] = lambda root: False
+        """Whether a machine that boots with this root directory has a fault."""
 
-    def boot(self) -> None:
-        """Boot the machine, which must be complete: it answers its handoff, and makes a bridge for its pods."""
-        assert self.exists(f"{machine_root(MACHINE)}/etc/kubernetes/kubelet.json"), "the root is not complete"
-        (machine,) = node_reconciler(self, **self.node_settings).reconcile().machines
+    def boot(self, name: str = MACHINE) -> None:
+        """Boot a machine, which must be complete: it answers its handoff, and makes a bridge for its pods."""
+        assert self.exists(f"{machine_root(name)}/etc/kubernetes/kubelet.json"), "the root is not complete"
+        outcome = node_reconciler(self, **self.node_settings).reconcile()
+        (machine,) = (each for each in outcome.machines if each.name == name)
         assert machine.start_settings, "the machine's settings are not written"
-        self.write(live_file(MACHINE), render_live(machine.start_settings))
-        units(self, "active")
+        self.write(live_file(name), render_live(machine.start_settings))
+        self.bus.unit(machine_unit(name), "active")
         if self.reports:
-            self.answer()
+            self.answer(name)
         link = Link("cni0", "bridge")
         if link not in self.network.now.links:
             self.network.now = Network((link, *NETWORK.links), NETWORK.routes, NETWORK.rules)
@@ -176,15 +182,17 @@ class NodeHost(Host):
         """Return whether the machine was booted."""
         return self.exists(live_file(MACHINE))
 
-    def answer(self) -> None:
-        """Report that all is well in the machine."""
+    def answer(self, name: str = MACHINE) -> None:
+        """Report that all is well in the machine, unless it is sick."""
+        status = Status.FALSE if self.sick(machine_root(name)) else Status.TRUE
         kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
-        conditions = tuple(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in kinds)
-        generation = parse_handoff(self.read(handoff_file(MACHINE))).generation
+        statuses = {kind: Status.UNKNOWN if kind in self.silent else status for kind in kinds}
+        conditions = tuple(Condition(kind, statuses[kind], "Fine", "simulated") for kind in kinds)
+        generation = parse_handoff(self.read(handoff_file(name))).generation
         report = render_report(Report(generation, conditions, (), BOOT_ID, __version__, {}))
-        self.write(f"{report_directory(MACHINE)}/report.json", report)
-        if self.joins:
-            self.write(joined_file(MACHINE), NODE.encode())
+        self.write(f"{report_directory(name)}/report.json", report)
+        if self.joins and name == MACHINE:
+            self.write(joined_file(name), NODE.encode())
 
     def ask(self, url: str, *, method: str = "GET", ca: bytes = b"", token: str = "") -> Answer:
         """Answer as the API server."""

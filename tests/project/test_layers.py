@@ -30,7 +30,8 @@ ROOMS: Mapping[str, Order] = {
         ("provision", "detach"),
         ("allocation", "daemon", "gpu_reset", "gpu_tests"),
         "gpu_recovery",
-        "joining",
+        ("joining", "leave"),
+        "switching",
     ),
     "machine": (
         ("notes", "vendors", "open_nodes", "gpu_test", "containerd_tables"),

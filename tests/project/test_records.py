@@ -17,11 +17,24 @@ from msgspec.json import schema
 from agent.host.provision.node_files import NodeRecord
 from agent.host.state.gpus import GpuNote, LogPosition
 from agent.host.state.records import Handed, Owned
+from agent.host.state.switches import Switch
 from agent.model.facts import Granted, LiveSettings, Remembered, StagedRoot
 from agent.model.node import AsFound
 from tests.fakes.golden import GOLDEN, UPDATE
 
-KINDS = (AsFound, GpuNote, Granted, Handed, LiveSettings, LogPosition, NodeRecord, Owned, Remembered, StagedRoot)
+KINDS = (
+    AsFound,
+    GpuNote,
+    Granted,
+    Handed,
+    LiveSettings,
+    LogPosition,
+    NodeRecord,
+    Owned,
+    Remembered,
+    StagedRoot,
+    Switch,
+)
 CACHES = {"ServiceState", "_Copy", "Observation", "_Condition", "_Results", "_Answer", "CheckResult"}
 """What the next pass makes again, and what only the machine's half and the host's exchange."""
 TIMES = {"Time"}

@@ -14,7 +14,7 @@ from agent.cli.prepare import WAIT_LIMIT
 from agent.config.checks import Range
 from agent.config.settings import MachineSettings, MetricsSettings
 from agent.dra.service import SETUP_AGAIN
-from agent.host import gpu_recovery
+from agent.host import gpu_recovery, switching
 from agent.host.daemon.loop import START_STEP, Timing
 from agent.host.daemon.server import BACKLOG
 from agent.host.observe.checks import LIMIT, STALE_AFTER
@@ -37,6 +37,7 @@ MODULES = UNITS / "unbounded-agent-modules.service"
 CHECKS = UNITS / "unbounded-agent-checks.service"
 TIMER = UNITS / "unbounded-agent-checks.timer"
 GPUS = UNITS / gpu_recovery.UNIT
+SWITCH = UNITS / switching.UNIT
 DRA = UNITS / "machine" / "unbounded-agent-dra.service"
 NODE_CONDITION = UNITS / "machine" / "unbounded-agent-node-condition.service"
 TMPFILES = UNITS / "unbounded-agent.tmpfiles.conf"
@@ -49,6 +50,8 @@ EXPOSURE = {
     CHECKS.name: 12,
     # It runs the vendor's tool, which nobody has tried in a narrower sandbox on a real GPU.
     GPUS.name: 64,
+    # It does what a user's `switch` does: renames and removes root file systems, which may have any owners and flags.
+    SWITCH.name: 80,
     GPU_SETUP.name: 39,
     "unbounded-agent-gpu-again.service": 28,
     "unbounded-agent-gpu-test.service": 21,

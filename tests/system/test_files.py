@@ -222,3 +222,16 @@ def test_a_file_of_the_kernel_is_read_in_parts_to_its_end() -> None:
         system.read(path, 100_000)
     assert system.head(path, 100_000) == found[:100_000]
     assert len(system.head("/proc/self/status", 1 << 20)) < 1 << 16
+
+
+def test_two_directories_change_places(system: System, tmp_path: Path) -> None:
+    """Neither is missing at any moment, and links are not followed."""
+    for name in ("one", "other"):
+        system.write(f"/roots/{name}/file", name.encode())
+    inodes = [system.link_inode(f"/roots/{name}") for name in ("one", "other")]
+    system.exchange("/roots/one", "/roots/other")
+    assert [system.link_inode(f"/roots/{name}") for name in ("other", "one")] == inodes
+    assert system.read("/roots/one/file") == b"other"
+    with pytest.raises(FileNotFoundError):
+        system.exchange("/roots/one", "/roots/none")
+    assert system.entries("/roots") == ("one", "other")

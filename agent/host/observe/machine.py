@@ -51,6 +51,7 @@ from agent.model.paths import (
     granted_file,
     handed_roots_file,
     handoff_file,
+    identity_directory,
     joined_file,
     live_file,
     machine_unit,
@@ -271,6 +272,8 @@ def observe_machine(
         live_age=live_age if isinstance(live, LiveSettings) else math.inf,
         started=started,
         handed_roots=handed_roots,
+        # If it cannot be observed, the machine keeps it: a bind without a source is left out when the machine starts.
+        identity=read_seen(system.is_directory, identity_directory(name)) is not False,
         publication=Publication(published.inode, published.mtime_ns) if isinstance(published, FileIdentity) else None,
         report=report,
         report_age=report_age,

@@ -106,14 +106,15 @@ def _plan_around(faults: Mapping[str, Fault], config: Config, facts: Facts, now:
             held[name] = template.why
         elif (
             without_gpus
+            and name not in facts.candidates
             and not settings.has_extras
             and not any(path in facts.files and facts.files[path].owned for path in machine_files(name))
         ):
             skipped[name] = "no GPU on this host"
         else:
             try:
-                share = _share(name, config, facts, faults, former, goals)
-                goals.append(_machine_goal(machine, config, facts, template, roots, share))
+                selection = _selection(name, config, facts, faults, former, goals)
+                goals.append(_machine_goal(machine, config, facts, template, roots, selection))
             except Exception as error:
                 # The machine keeps its GPUs, but a machine that was planned before it may have got one of them: plan
                 # all machines again.
@@ -226,6 +227,22 @@ def remembered_files(remembered: Seen[Remembered]) -> tuple[WriteFile, ...]:
 # other machine gets one of them, except GPUs that may be shared.
 
 
+def _selection(
+    name: str,
+    config: Config,
+    facts: Facts,
+    faults: Collection[str],
+    former: Collection[str],
+    planned: Iterable[MachineGoal],
+) -> "Selection":
+    """Return the machine's GPUs. A candidate has those of its machine, which was planned before it."""
+    machine = facts.candidates.get(name)
+    if machine is None:
+        return select(facts.vendors, config.machines[name].gpus, _share(name, config, facts, faults, former, planned))
+    grants = (grant for goal in planned if goal.name == machine for grant in goal.grants)
+    return select(facts.vendors, [gpu for grant in grants for gpu in grant.gpus], Share())
+
+
 def _share(
     name: str,
     config: Config,
@@ -238,7 +255,7 @@ def _share(
 
     `former` are the machines that keep their settings although they are not configured.
     """
-    settings = config.machines
+    settings = {each: found for each, found in config.machines.items() if each not in facts.candidates}
     granted = {each.name: _had(each) or frozenset() for each in facts.machines if each.name in settings}
     # The GPUs that settings name, even for machines that do not exist yet.
     named = {gpu for each in settings.values() if isinstance(each.gpus, list) for gpu in each.gpus}
@@ -247,7 +264,7 @@ def _share(
     # `taken` should have their GPUs already: if the settings name a GPU by its UUID, its address is unknown until the
     # driver has initialised the GPU.
     has = {**granted, name: frozenset[str]()}
-    for goal in planned:
+    for goal in (each for each in planned if each.name in settings):
         has[goal.name] = frozenset(gpu for each in goal.grants for gpu in (*each.gpus, *each.detached))
     taken |= {gpu for other, gpus in has.items() if settings[other].gpus != "all" for gpu in gpus}
     current, own = granted.get(name, frozenset()), set[str]()
@@ -444,10 +461,10 @@ def _machine_goal(
     facts: Facts,
     template: tuple[DeviceAllow, ...],
     roots: _Roots,
-    share: Share,
+    selection: "Selection",
 ) -> MachineGoal:
     name, settings = machine.name, config.machines[machine.name]
-    grants = _grants(machine, settings, facts, roots, select(facts.vendors, settings.gpus, share))
+    grants = _grants(machine, settings, facts, roots, selection)
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
     mounts, missing_mounts = split_mounts(settings.extra_mounts, facts, config.machines)
@@ -462,13 +479,21 @@ def _machine_goal(
         read_only=gpu_nodes(grants),
         dns=_resolv_conf(settings, facts),
         restrict_families=_knows_families(name, facts),
+        identity=machine.identity,
     )
     allow = device_allow(settings, template, nodes)
     allow += permissions_to_keep(machine, facts, allow)
     drop_in = render_drop_in(name, settings, allow)
     # The digest has all configured mounts, even those without a source: a source that appears or disappears must not
     # change it.
-    configured = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts), carried=machine.carried)
+    configured = render_nspawn(
+        name,
+        settings.nspawn,
+        (),
+        mounts=tuple(settings.extra_mounts),
+        carried=machine.carried,
+        identity=machine.identity,
+    )
     fixed = FIXED_FORM + sha256(b"\n".join(fixed_lines(configured, drop_in)))
     handoff = Handoff(
         name,

@@ -17,12 +17,14 @@ from agent.model.paths import (
     CONFIG_FILE,
     DRIVER_ROOTS_TARGET,
     HOST_NVIDIA,
+    KUBELET_CERTIFICATES,
     MACHINE_HANDOFF_DIRECTORY,
     MACHINE_HOST_NVIDIA,
     MACHINE_REPORT_DIRECTORY,
     PASS_LOCK,
     STOPPING_NAME,
     carried_directory,
+    identity_directory,
     handoff_directory,
     machine_root,
     nspawn_file,
@@ -172,12 +174,14 @@ def render_nspawn(
     read_only: Collection[str] = (),
     dns: str = "",
     restrict_families: bool = False,
+    identity: bool = False,
 ) -> bytes:
     """Return the machine's .nspawn file.
 
     `carried` are directories in the machine that are outside of its root file system. `read_only` has the paths of
     nodes to bind read-only. `dns` is the value of ResolvConf=; empty means nspawn's own choice. `restrict_families`
-    says whether the host's nspawn knows RestrictAddressFamilies=.
+    says whether the host's nspawn knows RestrictAddressFamilies=. `identity` says whether the host keeps the
+    certificates of the machine's kubelet.
     """
     sections: dict[str, list[str]] = {
         "Exec": [
@@ -193,6 +197,7 @@ def render_nspawn(
             f"BindReadOnly={escape(HOST_NVIDIA)}:{MACHINE_HOST_NVIDIA}",
             f"BindReadOnly={escape(handoff_directory(machine))}:{MACHINE_HANDOFF_DIRECTORY}",
             f"Bind={escape(report_directory(machine))}:{MACHINE_REPORT_DIRECTORY}",
+            *([f"Bind={escape(identity_directory(machine))}:{KUBELET_CERTIFICATES}"] if identity else []),
         ],
     }
     if settings.modules:

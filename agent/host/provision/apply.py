@@ -15,9 +15,17 @@ from agent.host.provision.binaries import cached, fetch, put_programs
 from agent.host.provision.host_settings import apply_host, undo_host
 from agent.host.provision.image import unpack
 from agent.host.provision.network import remove_chains
-from agent.host.provision.node_files import NODE_RECORDS, read_token, record_paths
+from agent.host.provision.node_files import (
+    KUBECONFIG,
+    NODE_RECORDS,
+    NodeRecord,
+    read_token,
+    record_paths,
+    root_record,
+)
 from agent.host.state.gpus import forget_tests
 from agent.host.state.locks import pass_lock
+from agent.host.state.switches import RECORDS
 from agent.model.contract import render_node_files
 from agent.model.errors import AgentError
 from agent.model.facts import Unseen
@@ -27,16 +35,24 @@ from agent.model.paths import (
     AS_FOUND,
     BINARIES,
     CARRIED,
+    KUBELET_CERTIFICATES,
     MACHINES_RUNTIME,
     MACHINES_STATE,
     NODE_FILES,
+    PARTIAL,
+    candidate_of,
     carried_directory,
     cordoned_file,
     drained_file,
+    identity_directory,
     machine_root,
     machine_unit,
+    other_root,
     report_directory,
+    root_records,
     staged_prefix,
+    switch_directory,
+    switch_record,
 )
 from agent.model.text import sha256
 from agent.system.copy import clear, refuse_mounts
@@ -70,6 +86,13 @@ def performers(network: NetworkSource) -> Mapping[type[Step], Performer]:
         plan.GiveToken: lambda step, system, _: give_token(step.machine, read_token(step.where, system), system),
         plan.MakeCarried: _make_carried,
         plan.PublishRoot: _publish,
+        plan.RecordSwitch: lambda step, system, _: RECORDS.write(switch_record(step.machine), step.switch, system),
+        plan.PublishCandidate: _publish_candidate,
+        plan.PutAside: lambda step, system, _: _put_aside(step.machine, system),
+        plan.UseAgain: _use_again,
+        plan.KeepIdentity: lambda step, system, _: _keep_identity(step.machine, system),
+        plan.ExchangeRoots: _exchange,
+        plan.ForgetCandidate: lambda step, system, _: _forget_state(candidate_of(step.machine), system),
         plan.StopMachine: lambda step, system, _: system.run(
             "systemctl", "stop", machine_unit(step.machine), timeout=STOP_LIMIT
         ),
@@ -101,6 +124,9 @@ def _fill(step: plan.FillRoot, system: System, _: Progress) -> None:
         listed |= {} if binary.archive in ("programs", "images") else put
     for file in step.files:
         root.write(file.path, file.content, file.mode)
+        if file.path == KUBECONFIG:
+            # The kubelet may write it again.
+            continue
         listed[file.path] = sha256(file.content), len(file.content)
     root.write(NODE_FILES, render_node_files(listed))
 
@@ -120,10 +146,126 @@ def _publish(step: plan.PublishRoot, system: System, _: Progress) -> None:
     if inode is None:
         raise AgentError(f"{step.staged} has disappeared", "run `unbounded-agent up` again")
     forget_tests(system, step.machine)
+    # A switch of the root file system that this one replaces has lost its meaning.
+    _put_aside(step.machine, system)
+    clear((other_root(step.machine), switch_directory(step.machine)), system, REMOVE_LIMIT)
+    # The kubelet's certificates will be there from the first start on.
+    system.make_private(identity_directory(step.machine))
     record = replace(step.record, inode=inode, made=time.time(), born=system.birth(step.staged))
     NODE_RECORDS.write(record_paths(step.machine), record, system)
     system.run("sync", "--file-system", system.full_path(step.staged), timeout=SYNC_LIMIT)
     system.rename(step.staged, machine_root(step.machine))
+
+
+def _publish_candidate(step: plan.PublishCandidate, system: System, _: Progress) -> None:
+    """Record the root file system, sync it, and give it the candidate's name."""
+    inode = system.link_inode(step.staged)
+    if inode is None:
+        raise AgentError(f"{step.staged} has disappeared", f"run `unbounded-agent switch {step.machine}` again")
+    record = replace(step.record, inode=inode, made=time.time(), born=system.birth(step.staged))
+    NODE_RECORDS.write(root_records(step.machine, "next"), record, system)
+    system.run("sync", "--file-system", system.full_path(step.staged), timeout=SYNC_LIMIT)
+    system.rename(step.staged, machine_root(candidate_of(step.machine)))
+
+
+def _use_again(step: plan.UseAgain, system: System, _: Progress) -> None:
+    candidate = machine_root(candidate_of(step.machine))
+    if system.link_inode(candidate) is None:
+        system.rename(other_root(step.machine), candidate)
+
+
+def _put_aside(machine: str, system: System) -> None:
+    candidate = candidate_of(machine)
+    root, record = machine_root(candidate), root_record(machine, "next", system)
+    if isinstance(record, NodeRecord) and _is_of(record, root, system):
+        _require_stopped(candidate, system)
+        clear((other_root(machine),), system, REMOVE_LIMIT)
+        _make_movable(root, system)
+        system.rename(root, other_root(machine))
+
+
+def _require_stopped(machine: str, system: System) -> None:
+    """Raise AgentError if the machine's unit runs, is about to start, or is in an unknown state."""
+    unit = machine_unit(machine)
+    found = observe_units([unit], system)[unit]
+    state = "about to start" if found.starts else found.unit_state
+    if isinstance(state, Unseen) or (isinstance(state, str) and state not in ("inactive", "failed")):
+        why = f"in an unknown state: {state.why}" if isinstance(state, Unseen) else state
+        raise AgentError(f"{unit} is {why}", f"stop it: `systemctl stop {unit}`; then run the same command again")
+
+
+def _make_movable(root: str, system: System) -> None:
+    """Raise AgentError if anything is mounted in a root file system, and let its directory be renamed."""
+    refuse_mounts(root, system)
+    if system.is_directory(root, follow=False):
+        # Root in the machine may have forbidden the rename with `chattr +i /`.
+        allow_removal(system.full_path(root))
+
+
+def _is_of(record: NodeRecord, path: str, system: System) -> bool:
+    inode = system.link_inode(path)
+    return inode is not None and record.is_of(inode, system.birth(path))
+
+
+def _exchange(step: plan.ExchangeRoots, system: System, _: Progress) -> None:
+    """Swap the two root file systems of a stopped machine, unless that is done, and record which one is the machine's.
+
+    The record of the node follows: a root file system with another inode number would count as somebody else's.
+    """
+    root, other = machine_root(step.machine), other_root(step.machine)
+    record = root_record(step.machine, step.active, system)
+    if not isinstance(record, NodeRecord):
+        raise AgentError(record.why, f"restore {root_records(step.machine, step.active)[0]} from a backup")
+    if not _is_of(record, root, system):
+        if not _is_of(record, other, system):
+            raise AgentError(f"{other} is not the {step.active} root file system", "see docs/upgrade.md")
+        _require_stopped(step.machine, system)
+        if step.active == "next":
+            _record_former(step.machine, system)
+        for path in (root, other):
+            _make_movable(path, system)
+        # With another toolkit, for example, pods may not be able to use what passed the test before.
+        forget_tests(system, step.machine)
+        system.exchange(root, other)
+    NODE_RECORDS.write(record_paths(step.machine), record, system)
+
+
+def _record_former(machine: str, system: System) -> None:
+    former = NODE_RECORDS.read(record_paths(machine), system)
+    if not isinstance(former, NodeRecord) or not _is_of(former, machine_root(machine), system):
+        why = f"{machine_root(machine)} was replaced since `up` made it"
+        raise AgentError(why if isinstance(former, NodeRecord) else former.why, f"see `unbounded-agent up {machine}`")
+    NODE_RECORDS.write(root_records(machine, "former"), former, system)
+
+
+CERTIFICATE_FILES = 64
+"""The largest number of the kubelet's files with certificates and keys. A rotation adds one each few months."""
+CERTIFICATE_LIMIT = 1 << 16
+"""Bytes of the largest of them."""
+
+
+def _keep_identity(machine: str, system: System) -> None:
+    """Copy the kubelet's certificates from a stopped machine's root file system to the host.
+
+    That root file system is not trusted: no link leads out of it, and only regular files are read. The directory gets
+    its name when it is complete.
+    """
+    kept = identity_directory(machine)
+    if system.is_directory(kept, follow=False):
+        return
+    _require_stopped(machine, system)
+    new, root = f"{kept}{PARTIAL}", system.image(machine_root(machine))
+    clear((new,), system, REMOVE_LIMIT)
+    system.make_private(new)
+    for name in root.some_entries(KUBELET_CERTIFICATES, CERTIFICATE_FILES):
+        path = f"{KUBELET_CERTIFICATES}/{name}"
+        target = root.read_link(path)
+        if target is None and root.is_file(path):
+            system.write(f"{new}/{name}", root.read_untrusted(path, CERTIFICATE_LIMIT)[0], 0o600)
+        elif target is not None and posixpath.dirname(target) in ("", KUBELET_CERTIFICATES):
+            system.link(f"{new}/{name}", posixpath.basename(target))
+    system.sync_directory(new)
+    system.rename(new, kept)
 
 
 def _remove_root(step: plan.RemoveRoot, system: System, _: Progress) -> None:
@@ -133,20 +275,13 @@ def _remove_root(step: plan.RemoveRoot, system: System, _: Progress) -> None:
     mounted in the root file system. The directory is renamed first, so that the machine cannot start from what an
     interrupted removal leaves.
     """
-    unit, root = machine_unit(step.machine), step.path
-    found = observe_units([unit], system)[unit]
-    state = "about to start" if found.starts else found.unit_state
-    if isinstance(state, Unseen) or (isinstance(state, str) and state not in ("inactive", "failed")):
-        why = f"in an unknown state: {state.why}" if isinstance(state, Unseen) else state
-        raise AgentError(f"{unit} is {why}", f"stop it: `systemctl stop {unit}`; then run the same command again")
+    root = step.path
+    _require_stopped(step.machine, system)
     aside = f"{staged_prefix(step.machine)}removed"
     clear((aside,), system, REMOVE_LIMIT)
-    refuse_mounts(root, system)
-    if system.is_directory(root, follow=False):
-        # Root in the machine may have forbidden the rename with `chattr +i /`.
-        allow_removal(system.full_path(root))
+    _make_movable(root, system)
     system.rename(root, aside)
-    clear((aside,), system, REMOVE_LIMIT)
+    clear((aside, identity_directory(step.machine)), system, REMOVE_LIMIT)
 
 
 def _remove_driver_roots(_: plan.RemoveDriverRoots, system: System, progress: Progress) -> None:
@@ -169,12 +304,17 @@ def _remove_leftover(network: NetworkSource, step: plan.RemoveLeftover, system: 
         network.remove(step.leftover)
 
 
-def _forget_node(step: plan.ForgetNode, system: System, _: Progress) -> None:
-    report = report_directory(step.machine)
+def _forget_state(machine: str, system: System) -> None:
+    report = report_directory(machine)
     if system.is_mount(report):
         # The machine's unit mounts a file system there before each start.
         system.run("umount", "--lazy", report)
-    clear((f"{MACHINES_STATE}/{step.machine}", f"{MACHINES_RUNTIME}/{step.machine}"), system, REMOVE_LIMIT)
+    clear((f"{MACHINES_STATE}/{machine}", f"{MACHINES_RUNTIME}/{machine}"), system, REMOVE_LIMIT)
+
+
+def _forget_node(step: plan.ForgetNode, system: System, _: Progress) -> None:
+    _forget_state(step.machine, system)
+    clear((switch_directory(step.machine),), system, REMOVE_LIMIT)
     system.remove(cordoned_file(step.machine))
     system.remove(drained_file(step.machine))
     NODE_RECORDS.remove(record_paths(step.machine), system)

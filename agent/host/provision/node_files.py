@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import tomlkit
 from msgspec import NODEFAULT, Struct, field, to_builtins
-from msgspec.structs import fields
+from msgspec.structs import fields, replace
 
 from agent.config.checks import is_subdomain, split_taint
 from agent.config.settings import (
@@ -32,7 +32,15 @@ from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import Seen
 from agent.model.json_document import json_for_yaml
 from agent.model.node import NodeBinary, NodeFile, NodeImage
-from agent.model.paths import JOINED_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, TOKEN_NAME, node_record
+from agent.model.paths import (
+    JOINED_NAME,
+    KUBELET_CERTIFICATES,
+    MACHINE_HANDOFF_DIRECTORY,
+    MACHINE_REPORT_DIRECTORY,
+    TOKEN_NAME,
+    node_record,
+    root_records,
+)
 from agent.model.text import sha256
 from agent.system.files import System
 from agent.system.network import default_address, has_address
@@ -51,7 +59,7 @@ KUBECONFIG = "/etc/kubernetes/kubelet.conf"
 CREDENTIAL_PROVIDERS = "/etc/kubernetes/credential-providers.json"
 BOOTSTRAP_KUBECONFIG = "/etc/kubernetes/bootstrap-kubelet.conf"
 TOKEN_FILE = f"{MACHINE_HANDOFF_DIRECTORY}/{TOKEN_NAME}"
-CERTIFICATE = "/var/lib/kubelet/pki/kubelet-client-current.pem"
+CERTIFICATE = f"{KUBELET_CERTIFICATES}/kubelet-client-current.pem"
 """The kubelet makes this file when the cluster has issued its certificate."""
 CONTAINERD_SOCKET = "unix:///run/containerd/containerd.sock"
 UNITS = "/etc/systemd/system"
@@ -149,6 +157,24 @@ def _bootstrap(settings: NodeSettings) -> dict[str, Any]:
         "contexts": [{"name": "bootstrap", "context": {"cluster": "cluster", "user": "kubelet-bootstrap"}}],
         "current-context": "bootstrap",
     }
+
+
+def joined_kubeconfig(settings: NodeSettings) -> NodeFile:
+    """Return the kubelet's kubeconfig as the kubelet writes it when it joins.
+
+    A root file system that takes over a node gets it: without it, the kubelet would need a bootstrap token, although it
+    finds its certificate.
+    """
+    user = {"client-certificate": CERTIFICATE, "client-key": CERTIFICATE}
+    content = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "cluster", "cluster": {"server": settings.server, "certificate-authority": CA_FILE}}],
+        "users": [{"name": "kubelet", "user": user}],
+        "contexts": [{"name": "kubelet", "context": {"cluster": "cluster", "user": "kubelet"}}],
+        "current-context": "kubelet",
+    }
+    return NodeFile(KUBECONFIG, json_for_yaml(content), 0o600)
 
 
 UNIT = """\
@@ -265,10 +291,21 @@ def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
 def _joined_service(node: str) -> str:
     """Return the unit that reports the join once the API server has the Node. The host then removes the token."""
     final, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
-    ask = f"kubectl --kubeconfig={KUBECONFIG} --request-timeout=10s get --raw=/api/v1/nodes/{node} >/dev/null"
-    return (
+    get = f"kubectl --kubeconfig={KUBECONFIG} --request-timeout=10s get --raw=/"
+    lease = f"{get}apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{node}"
+    script = (
         # An image may have a kubelet but no kubectl. In that case, the kubelet's certificate is proof enough.
-        f"{JOINED_SERVICE}ExecStartPre=/bin/sh -c 'command -v kubectl >/dev/null || exit 0; {ask}'\n"
+        "command -v kubectl >/dev/null || exit 0",
+        f"{get}api/v1/nodes/{node} >/dev/null || exit 1",
+        # The Node may be from an earlier start or root file system. A kubelet that works renews its lease.
+        # In the API server's JSON, the time follows after `renewTime":"`, with 19 characters down to the second.
+        f'renewed=$$({lease} | grep --only-matching "renewTime[^,}}]*" | cut --characters=13-31)',
+        # systemctl shows it in words, or as `@` and seconds. `date` knows both.
+        "booted=$$(systemctl show --timestamp=unix --value --property=UserspaceTimestamp)",
+        'test -n "$$renewed" && test "$$(date --date="$${renewed}Z" +%%s)" -ge "$$(date --date="$$booted" +%%s)"',
+    )
+    return (
+        f"{JOINED_SERVICE}ExecStartPre=/bin/sh -c '{'; '.join(script)}'\n"
         f"ExecStart=/bin/sh -c 'printf %%s {node} >{new} && mv {new} {final}'\n"
     )
 
@@ -359,6 +396,7 @@ def node_files(machine: str, settings: NodeSettings, inputs: NodeInputs) -> tupl
 NOT_IN_ROOT = (
     "bootstrap_token",
     "carry",
+    "keep_former",
     "image.credentials",
     "image.ca_directory",
     "image.mirror",
@@ -398,6 +436,11 @@ class NodeRecord(Struct, frozen=True):
     address: str = ""
     """The host's address that the kubelet uses; empty if the settings name one, or if the kubelet finds its own."""
 
+    def made_from_the_same(self, other: "NodeRecord") -> bool:
+        """Return whether both root file systems were made from the same image, programs, files and settings."""
+        none: dict[str, object] = {"inode": 0, "born": 0, "made": 0.0}
+        return replace(self, **none) == replace(other, **none)
+
     def is_of(self, inode: Seen[int], born: int) -> bool:
         """Return whether a directory is the one that `up` made. `born` is when the directory was made; 0 if unknown."""
         return inode == self.inode and (born == self.born or not born or not self.born)
@@ -410,6 +453,11 @@ def record_paths(machine: str) -> tuple[str, str]:
     """Return the paths of the two copies of a machine's record, in the order of writing."""
     path = node_record(machine)
     return path, f"{path.removesuffix('.json')}.copy.json"
+
+
+def root_record(machine: str, which: str, system: System) -> Seen[NodeRecord]:
+    """Return the record of a root file system of a switch: `next` or `former`."""
+    return NODE_RECORDS.read(root_records(machine, which), system)
 
 
 def make_record(

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from agent.config.settings import ImageSettings
 from agent.host.observe.machine import is_enabled, observe_joined
@@ -13,6 +14,7 @@ from agent.host.provision.host_settings import differs, refuse_foreign
 from agent.host.provision.network import Leftovers
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.state.records import Durable
+from agent.host.state.switches import Switch
 from agent.model.errors import AgentError
 from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.model.goal import Step
@@ -31,6 +33,7 @@ from agent.model.paths import (
     MACHINE_ROOTS,
     NODES,
     PARTIAL,
+    candidate_of,
     machine_root,
     machine_unit,
     node_record,
@@ -131,6 +134,68 @@ class PublishRoot(NodeStep, frozen=True):
     machine: str
     staged: str
     record: NodeRecord
+
+
+class RecordSwitch(NodeStep, frozen=True):
+    """Record how far a switch to another root file system has come."""
+
+    kind = "write"
+    machine: str
+    switch: Switch
+
+    def describe(self) -> str:
+        return f"record the switch of machine {self.machine} to {self.switch.image}: {self.switch.state}"
+
+
+class PublishCandidate(NodeStep, frozen=True):
+    """Record the next root file system of a machine, and give it the name under which it boots as a candidate."""
+
+    kind = "write"
+    words = "make a candidate for machine {0.machine} from the complete root file system"
+    machine: str
+    staged: str
+    record: NodeRecord
+
+
+class PutAside(NodeStep, frozen=True):
+    """Take the name of a candidate from its root file system, so that nothing can start it."""
+
+    kind = "write"
+    words = "put the candidate's root file system aside"
+    machine: str
+
+
+class UseAgain(NodeStep, frozen=True):
+    """Let the root file system that was put aside be the candidate."""
+
+    kind = "write"
+    words = "use the root file system that an earlier attempt has made"
+    machine: str
+
+
+class KeepIdentity(NodeStep, frozen=True):
+    """Copy the certificates of a stopped machine's kubelet to the host, unless they are there already."""
+
+    kind = "write"
+    words = "keep the certificates of the kubelet outside of the root file system"
+    machine: str
+
+
+class ExchangeRoots(NodeStep, frozen=True):
+    """Give a stopped machine its `next` root file system, or its `former` one again. Both exist at each moment."""
+
+    kind = "change"
+    words = "give machine {0.machine} its {0.active} root file system"
+    machine: str
+    active: Literal["next", "former"]
+
+
+class ForgetCandidate(NodeStep, frozen=True):
+    """Remove the agent's state of a candidate that no longer runs."""
+
+    kind = "remove"
+    words = "remove the agent's state of the candidate"
+    machine: str
 
 
 class GiveToken(NodeStep, frozen=True):
@@ -404,6 +469,30 @@ def plan_root(
     steps += [GiveToken(machine, token)] if token else []
     steps += [MakeCarried(machine, carry)] if carry else []
     return (*steps, PublishRoot(machine, staged, record))
+
+
+def plan_candidate(
+    facts: NodeFacts,
+    record: NodeRecord,
+    binaries: tuple[NodeBinary, ...],
+    files: tuple[NodeFile, ...],
+    settings: ImageSettings,
+    *,
+    usable: bool,
+) -> tuple[NodeStep, ...]:
+    """Return the steps that make a machine's candidate, without a change of the machine.
+
+    `usable` says whether an earlier attempt has left a root file system with the same content, aside or as the
+    candidate.
+    """
+    machine = facts.machine
+    if usable:
+        return (UseAgain(machine),)
+    absent = replace(facts, root=Absent("the candidate has none yet"))
+    *steps, publish = plan_root(absent, record, binaries, files, settings)
+    assert isinstance(publish, PublishRoot), "the last step"
+    candidate = machine_root(candidate_of(machine))
+    return (*steps, RemoveTree(candidate), PublishCandidate(machine, publish.staged, record))
 
 
 def plan_all(host: Sequence[NodeStep], roots: Iterable[NodeStep]) -> tuple[NodeStep, ...]:

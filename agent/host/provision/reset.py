@@ -12,11 +12,11 @@ from agent.host.provision import plan
 from agent.host.provision.apply import performers
 from agent.host.provision.host_settings import observe_host, restorable
 from agent.host.provision.network import NO_LEFTOVERS, Leftovers, leftovers, observe_network
-from agent.host.provision.node_files import NodeRecord
+from agent.host.provision.node_files import NodeRecord, root_record
 from agent.model.errors import AgentError
 from agent.model.facts import Absent
 from agent.model.node import AsFound, HostSettings, HostState, Network, NodeFile
-from agent.model.paths import machine_unit, unit_drop_in
+from agent.model.paths import candidate_of, machine_root, machine_unit, unit_drop_in
 from agent.system.copy import refuse_mounts
 from agent.system.files import System
 from agent.system.network import NetworkSource
@@ -57,6 +57,7 @@ def reset(
     def perform(*steps: plan.NodeStep) -> None:
         done.extend(each.describe() for each in apply(steps, system, progress, performers(network)).done)
 
+    perform(*_candidate_steps(machine, system))
     facts, host, name = plan.observe_node(machine, system), _host(machine, system), machine_unit(machine)
     unit = observe_units([name], system)[name]
     removal = plan.plan_removal(facts, unit.unit_state)
@@ -95,7 +96,15 @@ def reset_steps(machine: str, system: System, network: NetworkSource) -> tuple[p
     facts, host, unit = plan.observe_node(machine, system), _host(machine, system), machine_unit(machine)
     removal = plan.plan_removal(facts, observe_units([unit], system)[unit].unit_state)
     restoration = plan.plan_restoration(host, _leftovers(network, system))
-    return (*removal, *restoration, *plan.plan_forgetting(machine, host))
+    return (*_candidate_steps(machine, system), *removal, *restoration, *plan.plan_forgetting(machine, host))
+
+
+def _candidate_steps(machine: str, system: System) -> tuple[plan.NodeStep, ...]:
+    """Return the steps that let the machine's candidate be removed with the other root file systems."""
+    candidate = candidate_of(machine)
+    if isinstance(root_record(machine, "next", system), Absent) or system.link_inode(machine_root(candidate)) is None:
+        return ()
+    return plan.StopMachine(candidate), plan.PutAside(machine), plan.ForgetCandidate(machine)
 
 
 def _host(machine: str, system: System) -> plan.HostFacts:

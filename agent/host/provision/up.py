@@ -23,11 +23,13 @@ from agent.host.provision.node_files import (
     NodeRecord,
     changed_inputs,
     changed_settings,
+    joined_kubeconfig,
     make_record,
     node_files,
     node_inputs,
     node_names,
     read_token,
+    root_record,
 )
 from agent.host.provision.plan import (
     GiveToken,
@@ -41,6 +43,7 @@ from agent.host.provision.plan import (
     observe_node,
     plan_all,
     plan_boot,
+    plan_candidate,
     plan_host,
     plan_root,
 )
@@ -51,8 +54,8 @@ from agent.model.conditions import Status
 from agent.model.errors import AgentError, reason
 from agent.model.facts import Absent, Facts
 from agent.model.goal import Grant
-from agent.model.node import Check, Network, NodeImage
-from agent.model.paths import machine_root
+from agent.model.node import Check, Network, NodeBinary, NodeFile, NodeImage
+from agent.model.paths import candidate_of, machine_root, other_root
 from agent.system.copy import refuse_mounts
 from agent.system.files import System
 from agent.system.http import ask
@@ -88,14 +91,15 @@ def node_remark(found: NodeFacts, config: Config, system: System) -> str:
     changed = (*of_settings, *changed_inputs(record, machine, config, system))
     if not changed:
         return ""
-    again, new_name = f"run `unbounded-agent up --rebuild {machine}`", record.node
+    again, new_name = f"run `unbounded-agent switch {machine}`", record.node
     with suppress(AgentError, OSError):
         new_name = node_names(config, system)[machine]
     if not set(OF_REGISTRATION).isdisjoint(changed):
         delete = f"first run `kubectl delete node {record.node}`, because an existing Node keeps its labels and taints"
-        again = f"{delete}; then {again}"
+        again = f"{delete}; then run `unbounded-agent up --rebuild {machine}`"
     elif new_name != record.node:
-        again += f", then `kubectl delete node {record.node}`: it joins as another Node"
+        delete = f"then `kubectl delete node {record.node}`: it joins as another Node"
+        again = f"run `unbounded-agent up --rebuild {machine}`, {delete}"
     return f"node {record.node} was made with other settings: {', '.join(changed)}; {again}"
 
 
@@ -168,6 +172,23 @@ class Provisioner(Struct, frozen=True):
         steps = plan_all(steps, [step for node in nodes for step in node.steps])
         return Work(tuple(checks), steps, nodes, tuple(node.remark for node in nodes if node.remark))
 
+    def candidate(self, name: str, facts: Facts) -> Work:
+        """Return what has to be done to make the candidate of a node. Changes nothing.
+
+        If the node was made from the same image and settings, there are no steps. Raises AgentError if the root file
+        system is not the node's, or if the node would be another Node.
+        """
+        found = observe_node(name, self.system)
+        if must_make_root(found):
+            raise AgentError(f"machine {name} does not exist", f"run `unbounded-agent up {name}`")
+        assert isinstance(found.record, NodeRecord), "`up` made the node"
+        self._refuse_foreign_candidate(name)
+        node = self._new_node(found, facts, plan(self.config, facts), next_to=found.record)
+        checks = [*preflight.refusals(self.config), *node.checks]
+        if node.size:
+            checks.append(self._disk_check((node,)))
+        return Work(tuple(checks), node.steps, (node,), ())
+
     def preview(
         self, names: tuple[str, ...], planned: Plan
     ) -> tuple[tuple[NodeStep, ...], tuple[NodeStep, ...], dict[str, str]]:
@@ -236,8 +257,8 @@ class Provisioner(Struct, frozen=True):
         failed = any(check.required and not check.passed for check in checks)
         return NodeWork(found, checks=checks, steps=() if failed else self._token_steps(found), remark=remark)
 
-    def _new_node(self, found: NodeFacts, facts: Facts, planned: Plan) -> NodeWork:
-        """Run the checks for a node whose root file system has to be made."""
+    def _new_node(self, found: NodeFacts, facts: Facts, planned: Plan, next_to: NodeRecord | None = None) -> NodeWork:
+        """Run the checks for a node whose root file system has to be made; `next_to` the one that serves."""
         name, settings, images = found.machine, self._settings(found.machine), list[NodeImage]()
         machine, steps, grants = self.config.machines[name], list[NodeStep](), _grants(name, planned)
         labels = gpu_labels(grants, facts, self.system) if settings.kubelet.gpu_labels else {}
@@ -251,7 +272,9 @@ class Provisioner(Struct, frozen=True):
             return f"{machine_root(name)} can be replaced"
 
         def complete() -> str:
-            if images:
+            if images and next_to:
+                steps.extend(self._candidate_steps(found, images[0], labels, next_to))
+            elif images:
                 steps.extend(self._root_steps(found, images[0], labels))
             else:
                 node_files(name, settings, node_inputs(name, self.config, self.system))
@@ -260,8 +283,9 @@ class Provisioner(Struct, frozen=True):
         checks = [checked("image", inspected, name), *_driver_checks(name, self.config, facts, planned)]
         if not isinstance(found.root, Absent):
             checks.append(checked("root", replaceable, name))
-        checks += self._server_checks(name)
-        checks += preflight.check_former_nodes(name, self.config, self.system)
+        if not next_to:
+            checks += self._server_checks(name)
+            checks += preflight.check_former_nodes(name, self.config, self.system)
         checks += preflight.check_network(name, machine, self.system)
         checks += preflight.check_dns(name, machine, facts, self.system)
         checks.append(checked("node", complete, name))
@@ -278,14 +302,55 @@ class Provisioner(Struct, frozen=True):
         images = {host_vendor(each.vendor).image for each in _grants(machine, planned) if each.gpus} - {PLAIN_IMAGE}
         return choose_image(self._settings(machine).image, max(images, default=PLAIN_IMAGE))
 
+    def _candidate_steps(
+        self, found: NodeFacts, image: NodeImage, labels: Mapping[str, str], serves: NodeRecord
+    ) -> tuple[NodeStep, ...]:
+        """Return the steps that make a candidate; none if it would be as the root file system that serves."""
+        machine, settings = found.machine, self._settings(found.machine)
+        record, binaries, files = self._made_from(machine, image, labels)
+        if record.node != serves.node:
+            raise AgentError(
+                f"it would become node {record.node}, and is node {serves.node}: a switch keeps the Node",
+                f"run `unbounded-agent up --rebuild {machine}`, then `kubectl delete node {serves.node}`",
+            )
+        if record.made_from_the_same(serves):
+            return ()
+        made = root_record(machine, "next", self.system)
+        usable = isinstance(made, NodeRecord) and record.made_from_the_same(made) and self._is_left(machine, made)
+        files = (*files, joined_kubeconfig(settings))
+        return plan_candidate(found, record, binaries, files, settings.image, usable=usable)
+
+    def _is_left(self, machine: str, record: NodeRecord) -> bool:
+        """Return whether an earlier attempt has left the root file system of a record."""
+        return any(self._is_at(path, record) for path in (machine_root(candidate_of(machine)), other_root(machine)))
+
+    def _is_at(self, path: str, record: NodeRecord) -> bool:
+        inode = self.system.link_inode(path)
+        return inode is not None and record.is_of(inode, self.system.birth(path))
+
+    def _refuse_foreign_candidate(self, machine: str) -> None:
+        """Raise AgentError if the candidate's name belongs to somebody else's machine."""
+        candidate, record = candidate_of(machine), root_record(machine, "next", self.system)
+        path = machine_root(candidate)
+        ours = isinstance(record, NodeRecord) and self._is_at(path, record)
+        if candidate in self.config.machines or (self.system.exists(path) and not ours):
+            what = f"the candidate of machine {machine} would be named {candidate}, as another machine is"
+            raise AgentError(what, "give that machine another name")
+
+    def _made_from(
+        self, machine: str, image: NodeImage, labels: Mapping[str, str]
+    ) -> tuple[NodeRecord, tuple[NodeBinary, ...], tuple[NodeFile, ...]]:
+        """Return what a root file system is made from. Raises AgentError or OSError."""
+        settings, inputs = self._settings(machine), node_inputs(machine, self.config, self.system)
+        inputs = replace(inputs, labels=labels)
+        files, binaries = node_files(machine, settings, inputs), wanted_binaries(settings, image.architecture)
+        return make_record(settings, inputs, image, binaries, files), binaries, files
+
     def _root_steps(self, found: NodeFacts, image: NodeImage, labels: Mapping[str, str]) -> tuple[NodeStep, ...]:
         """Return the steps that make a root file system from an image. Raises AgentError or OSError."""
-        settings, inputs = self._settings(found.machine), node_inputs(found.machine, self.config, self.system)
-        inputs = replace(inputs, labels=labels)
-        files, binaries = node_files(found.machine, settings, inputs), wanted_binaries(settings, image.architecture)
-        record = make_record(settings, inputs, image, binaries, files)
-        carry = tuple(settings.carry)
-        return plan_root(found, record, binaries, files, settings.image, settings.bootstrap_token, carry)
+        settings = self._settings(found.machine)
+        record, binaries, files = self._made_from(found.machine, image, labels)
+        return plan_root(found, record, binaries, files, settings.image, settings.bootstrap_token, tuple(settings.carry))
 
     def _token_steps(self, found: NodeFacts) -> tuple[NodeStep, ...]:
         """Return the step for a machine that has not joined, and whose bootstrap token is not the configured one."""
@@ -326,7 +391,9 @@ class Provisioner(Struct, frozen=True):
 def as_if_made(names: tuple[str, ...], facts: Facts) -> Facts:
     """Return the facts as if all these machines had root file systems, so that the plan says which GPUs they get."""
     machines = (
-        replace(each, root=machine_root(each.name)) if each.name in names and isinstance(each.root, Absent) else each
+        replace(each, root=machine_root(each.name), identity=True)
+        if each.name in names and isinstance(each.root, Absent)
+        else each
         for each in facts.machines
     )
     return replace(facts, machines=tuple(machines))

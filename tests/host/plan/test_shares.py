@@ -64,6 +64,17 @@ def test_numbers_of_gpus_do_not_overlap_with_each_other_nor_with_named_gpus() ->
     )
 
 
+def test_only_a_candidate_may_have_the_gpus_of_a_number_that_another_machine_has() -> None:
+    """It has its machine's, and takes none from any machine, whatever its own settings would select."""
+    settings = config(**{"a": "count=1", "a-next": "count=1", "b": "count=2"})
+    seen = replace(host("a", "a-next", "b"), candidates={"a-next": "a"})
+    assert gpus_by_machine(settings, seen) == {"a": [0], "a-next": [0], "b": [1, 2]}
+    assert gpus_by_machine(settings, after(settings, seen, seen)) == {"a": [0], "a-next": [0], "b": [1, 2]}
+    none = replace(host("a", "a-next", "b", gpus=range(0)), candidates={"a-next": "a"})
+    names = [goal.name for goal in plan(settings, none).goal.machines]
+    assert names == ["a-next"], "without settings, its files would change owners when it starts"
+
+
 def without_access(seen: Facts, index: int) -> Facts:
     """Return the host with a GPU that the driver excludes."""
     (vendor,) = seen.vendors

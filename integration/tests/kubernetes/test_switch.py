@@ -1,0 +1,151 @@
+"""A node is switched to another root file system, stays the same Node, and goes back if its kubelet does not work."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from agent.model.paths import machine_unit
+from integration.bed.cluster.cluster import pod
+from integration.bed.cluster.empty_host import NODE, EmptyHost, pod_network
+from integration.bed.machine.node import MACHINE
+from integration.bed.vm.simulated_host import SimulatedHost
+from integration.conftest import INSTALLED
+
+CANDIDATE = f"{MACHINE}-next"
+CONFIGURATION = "/etc/unbounded-agent/config.toml"
+SWITCH = f"""
+unbounded-agent switch {MACHINE} >/var/tmp/switch.log 2>&1 & pid=$!
+until test -s /run/unbounded-agent/machines/{CANDIDATE}/report/report.json; do kill -0 $pid || break; sleep 0.2; done
+unbounded-agent status --json >/var/tmp/status.json
+unbounded-agent gpus --json >/var/tmp/gpus.json
+leader=$(machinectl show --property=Leader --value {CANDIDATE})
+nsenter --target $leader --all systemctl show --property=LoadState --value kubelet.service unbounded-agent-dra.path \\
+    >/var/tmp/units
+nsenter --target $leader --all systemctl is-active containerd.service >>/var/tmp/units
+nsenter --target $leader --net ip -oneline address >/var/tmp/addresses
+wait $pid
+code=$?
+cat /var/tmp/switch.log
+exit $code
+"""
+"""Switches the machine, and notes what the candidate is while it runs."""
+
+
+@pytest.fixture(scope="module")
+def empty_host(simulated_host: SimulatedHost) -> Iterator[EmptyHost]:
+    """The host that other tests have booted, without its machine."""
+    simulated_host.restore(INSTALLED)
+    simulated_host.guest.set_clock()
+    simulated_host.guest.run(["rm", "--recursive", f"/var/lib/machines/{MACHINE}"])
+    with EmptyHost(running=simulated_host) as host:
+        yield host
+    simulated_host.pause()
+
+
+def configure(host: EmptyHost, kubelet: str, machine: str = "") -> None:
+    text = host.configuration().replace('"2s" }', f'"2s", {kubelet} }}')
+    assert kubelet in text
+    text = f"[machines.{MACHINE}]\n{machine}\n\n{text}"
+    host.guest.write(CONFIGURATION, text.encode())
+
+
+def deployment() -> dict[str, Any]:
+    """Return a Deployment with one pod."""
+    labels = {"app": "works"}
+    spec = pod("works", "sleep", "2147483647", pull="IfNotPresent")["spec"] | {"restartPolicy": "Always"}
+    template = {"metadata": {"labels": labels}, "spec": spec}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "works"},
+        "spec": {"selector": {"matchLabels": labels}, "template": template},
+    }
+
+
+def runs(host: EmptyHost) -> bool:
+    """Return whether the Deployment's pod runs."""
+    return int(host.get("deployment", "works")["status"].get("readyReplicas", 0)) == 1
+
+
+def down(host: EmptyHost) -> int:
+    """Return the seconds from the machine's last stop until its kubelet worked again."""
+    joined = f"/run/unbounded-agent/machines/{MACHINE}/report/joined"
+    stopped = f"systemctl show --value --property=ActiveExitTimestamp {machine_unit(MACHINE)}"
+    script = f'echo $(($(stat --format=%Y {joined}) - $(date --date="$({stopped})" +%s)))'
+    return int(host.guest.run(["sh", "-c", script]).stdout)
+
+
+def pods_of_node(host: EmptyHost) -> int:
+    return int(host.get("node", NODE)["status"]["allocatable"]["pods"])
+
+
+def test_a_node_is_switched_and_stays_the_same_node(
+    empty_host: EmptyHost, measured: Callable[[str, object], None]
+) -> None:
+    host, run = empty_host, empty_host.guest.run
+    run(["unbounded-agent", "up"], timeout=1500)
+    host.apply(pod_network())
+    host.wait("the node is Ready", host.nodes_are_ready)
+    host.offer_gpus()
+    host.apply(deployment())
+    host.wait("the pod runs", lambda: runs(host))
+    assert host.run_gpu_pod().count("GPU-") == 1
+    node, root = host.get("node", NODE), run(["stat", "-c", "%i", f"/var/lib/machines/{MACHINE}"]).stdout
+    configure(host, "maxPods = 37")
+    would = run(["unbounded-agent", "switch", MACHINE, "--dry-run"], timeout=300).stdout
+    assert f"would start machine {CANDIDATE}" in would
+    switched = run(["sh", "-c", SWITCH], timeout=1500, check=False)
+    assert switched.status == 0, switched.stdout + switched.stderr
+    assert host.guest.read("/var/tmp/units").decode().split() == ["masked", "masked", "active"]
+    assert {line.split()[1] for line in host.guest.read("/var/tmp/addresses").decode().splitlines()} == {"lo"}
+    assert set(json.loads(host.guest.read("/var/tmp/status.json"))["machines"]) == {MACHINE, CANDIDATE}
+    host.wait("the node has the new settings", lambda: pods_of_node(host) == 37)
+    assert host.get("node", NODE)["metadata"]["uid"] == node["metadata"]["uid"]
+    assert run(["stat", "-c", "%i", f"/var/lib/machines/{MACHINE}"]).stdout != root
+    host.wait("the node is Ready", host.nodes_are_ready)
+    host.wait("the pod has come back", lambda: runs(host))
+    # At once: the command has waited until the device plugin offers the GPUs.
+    assert host.run_gpu_pod().count("GPU-") == 1
+    assert run(["ls", f"/var/lib/unbounded-agent/machines/{MACHINE}/handoff"]).stdout.count("token") == 0
+    switched_in = down(host)
+    run(["unbounded-agent", "restart", MACHINE, "--no-drain"], timeout=900)
+    restarted_in = down(host)
+    measured("seconds without the kubelet: switch, restart", (switched_in, restarted_in))
+
+
+KILLED = f"""
+root=$(stat --format=%i /var/lib/machines/{MACHINE})
+unbounded-agent switch {MACHINE} >/var/tmp/switch.log 2>&1 & pid=$!
+while test "$(stat --format=%i /var/lib/machines/{MACHINE})" = "$root"; do kill -0 $pid || exit 1; sleep 0.05; done
+kill -KILL $pid
+systemctl start unbounded-agent-switch.service
+"""
+"""Kills the command when the root file systems have just changed places. Its unit goes on."""
+
+
+@pytest.mark.exhaustive
+def test_a_node_whose_kubelet_does_not_start_goes_back_even_if_the_command_was_killed(
+    empty_host: EmptyHost, measured: Callable[[str, object], None]
+) -> None:
+    """The kubelet refuses its settings, which a candidate cannot show."""
+    host, run = empty_host, empty_host.guest.run
+    run(["unbounded-agent", "up"], timeout=1500)
+    host.apply(pod_network())
+    host.wait("the node is Ready", host.nodes_are_ready)
+    configure(host, "imageGCHighThresholdPercent = 200", "driver_wait = 0")
+    before = run(["stat", "-c", "%i", f"/var/lib/machines/{MACHINE}"]).stdout
+    began = time.monotonic()
+    switched = run(["sh", "-c", KILLED], timeout=1500, check=False)
+    measured("seconds until it has gone back", f"{time.monotonic() - began:.0f}")
+    assert switched.status == 1, "the unit says that the switch failed"
+    log = run(["journalctl", "--no-pager", "--unit=unbounded-agent-switch.service"]).stdout
+    assert "the former root file system serves again" in log, log
+    assert run(["stat", "-c", "%i", f"/var/lib/machines/{MACHINE}"]).stdout == before
+    host.wait("the node is Ready", host.nodes_are_ready)
+    assert f"machine {MACHINE} was not switched to " in run(["unbounded-agent", "status"]).stderr
+    run(["unbounded-agent", "switch", MACHINE, "--forget"])
+    left = run(["ls", "-A", "/var/lib/machines"]).stdout.split()
+    assert [name for name in left if not name.startswith(".#") and name != "lost+found"] == [MACHINE]

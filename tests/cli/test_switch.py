@@ -1,0 +1,340 @@
+"""`switch`: a node gets another root file system, and the former one again if that is not ready."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from agent.host.allocation import UNSCHEDULABLE
+from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
+from agent.host.state.gpus import observe_gpus, record_test
+from agent.host.state.records import read_history, write_history
+from agent.host.state.switches import RECORDS, Switch
+from agent.host.switching import UNIT, begin, work
+from agent.model.conditions import ConditionType
+from agent.model.errors import AgentError
+from agent.model.paths import (
+    KUBELET_CERTIFICATES,
+    MACHINE_ROOTS,
+    MACHINES_STATE,
+    NODES,
+    SWITCHES,
+    identity_directory,
+    machine_root,
+    machine_unit,
+    nspawn_file,
+    other_root,
+    switch_record,
+    token_file,
+)
+from tests.fakes.clock import Clock
+from tests.fakes.command import Capture, command
+from tests.fakes.gpu_host import MACHINE, UNITS
+from tests.fakes.node_host import CANDIDATE, NODE, NodeHost, node_host, node_reconciler
+
+ADMIN = "/root/.kube/config"
+KUBECTL = ("kubectl", f"--kubeconfig={ADMIN}")
+ROOT, OTHER = machine_root(MACHINE), other_root(MACHINE)
+CHANGED = {"kubelet": {"node_ip": "192.0.2.10", "labels": {"new": "yes"}}}
+LABEL = b"--node-labels=new=yes"
+
+
+@pytest.fixture
+def host(tmp_path: Path, clock: Clock) -> NodeHost:
+    """A host with a node, whose kubelet keeps its certificates on the host."""
+    host = node_host(tmp_path / "host")
+    host.bus.unit(machine_unit(CANDIDATE), "inactive")
+    assert command(node_reconciler(host), "up", network=host.network, ask=host.ask) == 0
+    host.write(f"{identity_directory(MACHINE)}/kubelet-client-current.pem", b"certificate")
+    for words in (("cordon", NODE), ("uncordon", NODE), (*UNSCHEDULABLE, NODE)):
+        host.command(*KUBECTL, *words)
+    host.command(*KUBECTL, "drain", NODE, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=600s")
+    host.runner.calls.clear()
+    return host
+
+
+def switch(host: NodeHost, options: str = "", /, **node: object) -> int:
+    agent = node_reconciler(host, **(node or CHANGED))
+    return command(agent, f"switch {MACHINE} {options}", network=host.network, ask=host.ask)
+
+
+def is_new(host: NodeHost, root: str = ROOT) -> bool:
+    return LABEL in host.read(f"{root}/etc/systemd/system/kubelet.service.d/99-unbounded-agent.conf")
+
+
+def state(host: NodeHost) -> str:
+    found = RECORDS.read(switch_record(MACHINE), host)
+    return found.state if found else ""
+
+
+def assert_consistent(host: NodeHost) -> None:
+    """The record of the node is that of the root file system with its name, and nothing of the candidate is left."""
+    record = NODE_RECORDS.read(record_paths(MACHINE), host)
+    assert isinstance(record, NodeRecord)
+    assert record.is_of(host.link_inode(ROOT) or 0, host.birth(ROOT))
+    node_reconciler(host).reconcile()
+    assert not host.exists(machine_root(CANDIDATE))
+    assert not host.exists(nspawn_file(CANDIDATE))
+    assert not host.exists(f"{MACHINES_STATE}/{CANDIDATE}")
+
+
+def test_a_node_gets_another_root_file_system(host: NodeHost, capsys: Capture) -> None:
+    before, gpu = host.link_inode(ROOT), "0000:02:00.0"
+    host.symlink(f"/sys/bus/pci/devices/{gpu}", f"../../../devices/pci0000:00/{gpu}")
+    host.symlink(f"/sys/devices/pci0000:00/{gpu}/driver", "../../../bus/pci/drivers/nvidia")
+    record_test(host, gpu, "passed", (), MACHINE, "550.163.01")
+    assert switch(host, "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert f"would start machine {CANDIDATE}, and wait until it is ready\nwould stop machine {CANDIDATE}\n" in said
+    assert host.link_inode(ROOT) == before
+    assert not host.exists(SWITCHES)
+    assert switch(host, f"--kubeconfig {ADMIN}") == 0
+    assert is_new(host)
+    assert host.link_inode(OTHER) == before, "the former one is kept"
+    assert state(host) == "done"
+    assert observe_gpus(host).tests[gpu].outdated, "the GPUs are tested again, if tests are configured"
+    assert_consistent(host)
+    programs = [argv[2] for argv in host.runner.calls if argv[0] == "kubectl"]
+    assert [each for each in programs if each != "get"] == ["cordon", "drain", "uncordon"]
+    order = [argv[-1] for argv in host.runner.calls if argv[:2] == ("systemctl", "stop") or "drain" in argv]
+    assert order.index("--timeout=600s") < order.index(UNITS[0]), "the pods leave first"
+    assert not host.exists(token_file(MACHINE)), "it needs no token"
+    assert b"kubelet-client-current.pem" in host.read(f"{ROOT}/etc/kubernetes/kubelet.conf")
+    assert switch(host) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_candidate_is_no_node(host: NodeHost, capsys: Capture) -> None:
+    """Its kubelet is masked, it has no network and none of the kubelet's certificates, and its GPUs are the node's."""
+    seen = dict[str, str]()
+
+    def look(argv: tuple[str, ...]) -> None:
+        if argv == ("systemctl", "stop", machine_unit(CANDIDATE)) and host.exists(nspawn_file(CANDIDATE)):
+            seen["nspawn"] = host.read_text(nspawn_file(CANDIDATE))
+            agent = node_reconciler(host)
+            command(agent, "status --json")
+            seen["status"] = capsys.readouterr().out
+            command(agent, "status")
+            seen["lines"] = capsys.readouterr().out
+            outcome = agent.run_pass()
+            seen["machines"] = " ".join(each.name for each in outcome.machines)
+
+    host.tools.before = look
+    assert switch(host) == 0
+    lines = seen["nspawn"].splitlines()
+    masks = next(each for each in lines if each.startswith("Parameters="))
+    for unit in ("kubelet.service", "unbounded-agent-dra.service", "unbounded-agent-node-condition.service"):
+        assert f"systemd.mask={unit}" in masks.removeprefix("Parameters=").split()
+    assert "Private=yes" in lines
+    assert not any(KUBELET_CERTIFICATES in each for each in lines)
+    assert f"Bind={identity_directory(MACHINE)}:{KUBELET_CERTIFICATES}" in host.read_text(nspawn_file(MACHINE))
+    machines = json.loads(seen["status"])["machines"]
+    assert machines[CANDIDATE]["gpus"] == machines[MACHINE]["gpus"] != []
+    assert (machines[CANDIDATE]["ready"], machines[CANDIDATE]["candidateFor"]) == ("True", MACHINE)
+    assert "candidateFor" not in machines[MACHINE]
+    assert f"{CANDIDATE} (candidate for {MACHINE}): ready" in seen["lines"]
+    assert seen["machines"] == MACHINE, "metrics, health pages and the log know only the node"
+
+
+def test_a_candidate_that_is_not_ready_changes_nothing(host: NodeHost) -> None:
+    before, host.sick = host.link_inode(ROOT), lambda root: root == machine_root(CANDIDATE)
+    assert switch_fails(host).startswith(f"machine {MACHINE} was not switched, and serves on: its candidate: ")
+    assert host.link_inode(ROOT) == before
+    assert ("systemctl", "stop", UNITS[0]) not in host.runner.calls
+    assert state(host) == "failed"
+    assert_consistent(host)
+    host.sick = lambda root: False
+    host.runner.calls.clear()
+    assert switch(host) == 0
+    assert not any("copy" in argv for argv in host.runner.calls), "the image is not pulled again"
+    assert is_new(host)
+
+
+def test_another_machine_with_the_name_of_a_candidate_is_left_alone(host: NodeHost) -> None:
+    host.file(f"{machine_root(CANDIDATE)}/etc/kept", "text")
+    assert switch_fails(host).startswith(f"the candidate of machine {MACHINE} would be named {CANDIDATE}")
+    assert host.read(f"{machine_root(CANDIDATE)}/etc/kept") == b"text"
+    assert not any("systemctl" in argv for argv in host.runner.calls)
+
+
+def test_a_rebuild_forgets_the_switch(host: NodeHost) -> None:
+    assert switch(host) == 0
+    assert command(node_reconciler(host), f"up {MACHINE} --rebuild", network=host.network, ask=host.ask) == 0
+    assert host.entries(MACHINE_ROOTS) == (MACHINE,)
+    assert not is_new(host)
+    assert host.entries(identity_directory(MACHINE)) == (), "it joins with its token"
+    assert state(host) == ""
+    assert_consistent(host)
+
+
+def switch_fails(host: NodeHost) -> str:
+    with pytest.raises(AgentError) as error:
+        switch(host)
+    return error.value.message
+
+
+def test_a_node_that_is_not_ready_goes_back_by_itself(host: NodeHost, capsys: Capture) -> None:
+    before, host.sick = host.link_inode(ROOT), lambda root: root == ROOT and is_new(host)
+    assert switch(host) == 1
+    assert "the former root file system serves again" in capsys.readouterr().err
+    assert host.link_inode(ROOT) == before
+    assert state(host) == "failed"
+    assert_consistent(host)
+    command(node_reconciler(host), "status")
+    assert f"machine {MACHINE} was not switched to " in capsys.readouterr().err
+    assert host.bus.properties[host.bus.units[UNITS[0]], "org.freedesktop.systemd1.Unit", "ActiveState"][1] == "active"
+
+
+def test_a_node_is_uncordoned_only_when_its_gpus_are_offered_again(host: NodeHost, clock: Clock) -> None:
+    """Meanwhile, the API server has the former count, and a pod would start without its GPU."""
+    late, uncordon = list[float](), (*KUBECTL, "uncordon", NODE)
+
+    def offers() -> None:
+        late.append(clock.passed)
+        assert uncordon not in host.runner.calls
+        if len(late) == 5:
+            host.silent.clear()
+            host.answer()
+
+    def look(argv: tuple[str, ...]) -> None:
+        if argv == ("systemctl", "start", "--no-block", UNITS[0]):
+            host.silent.add(ConditionType.GPUS_ADVERTISED)
+            clock.meanwhile = offers
+
+    host.tools.before = look
+    assert switch(host, f"--kubeconfig {ADMIN}") == 0
+    assert len(late) >= 5
+    assert uncordon in host.runner.calls
+
+
+class KilledError(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def test_wherever_it_is_killed_the_machine_serves_again_and_a_switch_goes_on(host: NodeHost, tmp_path: Path) -> None:
+    assert switch(host) == 0
+    steps, ends = len(host.runner.calls), set[tuple[str, bool]]()
+    for number in range(steps):
+        again = made(tmp_path / f"host-{number}")
+        kill_at(again, (), number + 1)
+        with pytest.raises(KilledError):
+            switch(again)
+        again.tools.before = lambda argv: None
+        ends.add(recovered(again))
+    assert ends == {("", False), ("failed", False), ("done", True)}
+
+
+def recovered(host: NodeHost) -> tuple[str, bool]:
+    """Let the unit end an interrupted switch, then switch again. Return how the unit left it."""
+    assert work(node_reconciler(host), host.network) == ()
+    assert_consistent(host)
+    assert host.is_running()
+    end = state(host), is_new(host)
+    assert switch(host) == 0
+    assert is_new(host)
+    assert_consistent(host)
+    return end
+
+
+def test_a_kill_between_any_two_changes_of_records_and_roots_is_recovered_from(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two root file systems have changed places, and the node's record has not followed, for example."""
+    real, seen, cut_at, ends = os.rename, list[str](), [-1], set[tuple[str, bool]]()
+
+    def rename(old: str, new: str, **options: int | None) -> None:
+        if any(f"{place}/" in new for place in (MACHINE_ROOTS, SWITCHES, NODES)):
+            seen.append(new)
+            if len(seen) == cut_at[0]:
+                raise KilledError
+        real(old, new, **options)
+
+    monkeypatch.setattr(os, "rename", rename)
+    for number in range(1, 50):
+        cut_at[0], host = -1, made(tmp_path / f"host-{number}")
+        seen.clear()
+        cut_at[0] = number
+        try:
+            switch(host)
+            break
+        except KilledError:
+            cut_at[0] = -1
+        ends.add(recovered(host))
+    assert number > 12
+    assert ends == {("", False), ("failed", False), ("done", True)}
+
+
+def made(tree: Path) -> NodeHost:
+    host = node_host(tree)
+    host.bus.unit(machine_unit(CANDIDATE), "inactive")
+    assert command(node_reconciler(host), "up", network=host.network, ask=host.ask) == 0
+    host.runner.calls.clear()
+    return host
+
+
+def kill_at(host: NodeHost, program: tuple[str, ...], times: int = 1) -> None:
+    """Kill the command before it runs this program, or any, for the so manieth time."""
+    seen = list[tuple[str, ...]]()
+
+    def kill(argv: tuple[str, ...]) -> None:
+        seen.extend([argv] if argv[: len(program)] == program else [])
+        if len(seen) == times:
+            raise KilledError
+
+    host.tools.before = kill
+
+
+def test_the_kubelet_keeps_its_certificates_even_if_they_were_in_the_root_file_system(host: NodeHost) -> None:
+    """Root in the machine may have put links there: no file of the host is read or written through them."""
+    host.remove_tree(identity_directory(MACHINE))
+    host.file("/etc/shadow", "secret")
+    directory = f"{ROOT}{KUBELET_CERTIFICATES}"
+    host.file(f"{directory}/kubelet-client-1.pem", "certificate")
+    host.symlink(f"{directory}/kubelet-client-current.pem", f"{KUBELET_CERTIFICATES}/kubelet-client-1.pem")
+    host.symlink(f"{directory}/kubelet.key", "/etc/shadow")
+    host.symlink(f"{directory}/kubelet.crt", "../../../../../../etc/shadow")
+    host.make_directory(f"{directory}/directory")
+    assert switch(host) == 0
+    kept = identity_directory(MACHINE)
+    assert host.entries(kept) == ("kubelet-client-1.pem", "kubelet-client-current.pem")
+    assert host.read_link(f"{kept}/kubelet-client-current.pem") == "kubelet-client-1.pem"
+    assert host.mode(f"{kept}/kubelet-client-1.pem") == 0o600
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_former_root_file_system_is_removed_after_its_time(host: NodeHost, keep: bool) -> None:
+    """The service starts a unit for it. One with files that the present one lacks stays."""
+    assert switch(host) == 0
+    host.bus.unit(UNIT, "inactive")
+    agent, before = node_reconciler(host, keep_former=1), RECORDS.read(switch_record(MACHINE), host)
+    assert before
+
+    def passes(hours: float) -> None:
+        """Let the machine be ready for so long."""
+        since = before.since - hours * 3600
+        RECORDS.write(switch_record(MACHINE), Switch("done", before.image, since, keep=keep), host)
+        history = read_history(host)[MACHINE]
+        write_history(host, {MACHINE: tuple(each._replace(last_transition=since) for each in history)})
+        begin(agent.config, host, agent.reconcile())
+        assert work(agent, host.network) == ()
+
+    passes(0.9)
+    assert host.exists(OTHER)
+    assert host.bus.started == []
+    passes(1.1)
+    assert host.exists(OTHER) == keep
+    assert host.bus.started == [UNIT] * (not keep)
+
+
+def test_reset_removes_all_root_file_systems(host: NodeHost) -> None:
+    """Also if the command was killed while the candidate ran."""
+    kill_at(host, ("systemctl", "stop", machine_unit(CANDIDATE)), 2)
+    with pytest.raises(KilledError):
+        switch(host)
+    host.tools.before = lambda argv: None
+    assert host.exists(machine_root(CANDIDATE))
+    assert command(node_reconciler(host), "reset", MACHINE, network=host.network) == 0
+    assert host.entries(MACHINE_ROOTS) == ()
+    assert not host.exists(nspawn_file(CANDIDATE))
+    assert not host.exists(f"{SWITCHES}/{MACHINE}")
