@@ -350,7 +350,9 @@ class Provisioner(Struct, frozen=True):
         """Return the steps that make a root file system from an image. Raises AgentError or OSError."""
         settings = self._settings(found.machine)
         record, binaries, files = self._made_from(found.machine, image, labels)
-        return plan_root(found, record, binaries, files, settings.image, settings.bootstrap_token, tuple(settings.carry))
+        return plan_root(
+            found, record, binaries, files, settings.image, settings.bootstrap_token, tuple(settings.carry)
+        )
 
     def _token_steps(self, found: NodeFacts) -> tuple[NodeStep, ...]:
         """Return the step for a machine that has not joined, and whose bootstrap token is not the configured one."""
