@@ -44,23 +44,24 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
         confirm(f"machine {name} is stopped" + ("" if drains else ", and its pods end with it"), options)
     with machine_locks(reconciler.system, (name,), command):
         if command == "start":
-            return _start(name, reconciler, kubeconfig)
+            return start_machine(name, reconciler, kubeconfig)
         if command == "restart":
             _refuse_restart(name, reconciler)
-        _stop(name, reconciler, kubeconfig, drain=not options.no_drain)
+        stop_machine(name, reconciler, kubeconfig, drain=not options.no_drain)
         if command == "stop":
             return 0
         # "May not", because the error or the interrupt may also come after the start.
         stopped, again = f"machine {name} was stopped, and may not have started again", _start_it(name)
         try:
             with _said_if_interrupted(reconciler, f"{stopped}: {again}"):
-                return _start(name, reconciler, kubeconfig)
+                return start_machine(name, reconciler, kubeconfig)
         except AgentError as error:
             hint = f"{error.hint}; then {again}" if error.hint else again
             raise AgentError(f"{stopped}: {error.message}", hint) from error
 
 
-def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
+def start_machine(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
+    """Start a machine, whose lock this process holds, and wait for it. Return the exit code of `start`."""
     _, planned, _ = reconciler.preview()
     if why := planned.skipped.get(name):
         raise AgentError(
@@ -79,7 +80,8 @@ def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     return report_failures(failures) or (0 if ready else 1)
 
 
-def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> None:
+def stop_machine(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> None:
+    """Stop a machine, whose lock this process holds. With a kubeconfig, `drain` its node first. Raises AgentError."""
     if drain and kubeconfig:
         _drain(name, reconciler, kubeconfig)
     elif drain:

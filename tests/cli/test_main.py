@@ -147,7 +147,7 @@ def test_each_help_has_a_description_exit_codes_and_an_example(parser: argparse.
 
 def test_the_journal_records_commands_that_change_the_host() -> None:
     lifecycle, detaching = {"start", "stop", "restart"}, {"gpus detach", "gpus attach", "gpus reset", "gpus test"}
-    expected = {"apply", "up", "reset", *lifecycle, *detaching, "gpus forget", "kube allocation"}
+    expected = {"apply", "up", "reset", *lifecycle, *detaching, "gpus forget", "kube allocation", "driver upgrade"}
     assert {name for name, command in COMMANDS.items() if command.changes} == expected
 
 

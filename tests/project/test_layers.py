@@ -28,7 +28,7 @@ ROOMS: Mapping[str, Order] = {
         "reconcile",
         ("provision", "detach"),
         ("allocation", "daemon", "gpu_reset", "gpu_tests"),
-        "gpu_recovery",
+        ("gpu_recovery", "driver_upgrade"),
         "joining",
     ),
     "machine": (

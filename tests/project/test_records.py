@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.json import schema
 
+from agent.host.driver_upgrade import DriverUpgrade
 from agent.host.provision.node_files import NodeRecord
 from agent.host.state.gpus import GpuNote, LogPosition
 from agent.host.state.records import Handed, Owned
@@ -21,7 +22,19 @@ from agent.model.facts import Granted, LiveSettings, Remembered, StagedRoot
 from agent.model.node import AsFound
 from tests.fakes.golden import GOLDEN, UPDATE
 
-KINDS = (AsFound, GpuNote, Granted, Handed, LiveSettings, LogPosition, NodeRecord, Owned, Remembered, StagedRoot)
+KINDS = (
+    AsFound,
+    DriverUpgrade,
+    GpuNote,
+    Granted,
+    Handed,
+    LiveSettings,
+    LogPosition,
+    NodeRecord,
+    Owned,
+    Remembered,
+    StagedRoot,
+)
 CACHES = {"ServiceState", "_Copy", "Observation", "_Condition", "_Results", "CheckResult"}
 """What the next pass makes again, and what only the machine's half and the host's exchange."""
 TIMES = {"Time"}
