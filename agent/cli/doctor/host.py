@@ -117,7 +117,7 @@ def _release(seeing: Seeing) -> Iterator[Finding]:
 def _driver_upgrade(seeing: Seeing) -> Iterator[Finding]:
     if left := left_to_do(seeing.system):
         yield Finding(
-            "an upgrade of the driver was interrupted; machines may be stopped, or have no GPUs",
+            "an upgrade of the driver runs, or was interrupted: machines may be stopped, or have no GPUs",
             left,
             ("unbounded-agent driver upgrade --dry-run  # what it would do now", "unbounded-agent driver upgrade"),
         )
