@@ -55,17 +55,17 @@ def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
         confirm(f"machine {name} is stopped" + ("" if drains else ", and its pods end with it"), options)
     with machine_locks(reconciler.system, (name,), command):
         if command == "start":
-            return _start(name, reconciler, kubeconfig)
+            return start_machine(name, reconciler, kubeconfig)
         if command == "restart":
             _refuse_restart(name, reconciler)
-        _stop(name, reconciler, kubeconfig, drains=not options.no_drain)
+        stop_machine(name, reconciler, kubeconfig, drains=not options.no_drain)
         if command == "stop":
             return 0
         # "May not", because the error or the interrupt may also come after the start.
         stopped, again = f"machine {name} was stopped, and may not have started again", _start_it(name)
         try:
             with _said_if_interrupted(reconciler, f"{stopped}: {again}"):
-                return _start(name, reconciler, kubeconfig)
+                return start_machine(name, reconciler, kubeconfig)
         except AgentError as error:
             hint = f"{error.hint}; then {again}" if error.hint else again
             raise AgentError(f"{stopped}: {error.message}", hint) from error
@@ -178,7 +178,8 @@ def finish_switches(options: argparse.Namespace, reconciler: Reconciler) -> int:
     return report_failures(work(reconciler))
 
 
-def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
+def start_machine(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
+    """Start a machine, whose lock this process holds, and wait for it. Return the exit code of `start`."""
     _, planned, _ = reconciler.preview()
     if why := planned.skipped.get(name):
         raise AgentError(
@@ -198,7 +199,8 @@ def _start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
     return report_failures(failures) or (0 if ready else 1)
 
 
-def _stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drains: bool) -> None:
+def stop_machine(name: str, reconciler: Reconciler, kubeconfig: str, *, drains: bool) -> None:
+    """Stop a machine, whose lock this process holds; `drains` says whether its node is drained. Raises AgentError."""
     if drains and kubeconfig:
         _drain(name, reconciler, kubeconfig)
     elif drains:

@@ -435,6 +435,33 @@ COMMANDS = {
         GPU_OR_ALL,
         configuration=OPTIONAL,
     ),
+    "driver": Command(
+        "",
+        "upgrade the driver's packages",
+        "",
+        examples=("sudo unbounded-agent driver upgrade --dry-run",),
+    ),
+    "driver upgrade": Command(
+        "driver:upgrade",
+        "upgrade the driver's packages of this host, and reload its modules",
+        "Prints the steps first. Stops the machines with the GPUs meanwhile. If the new driver does not load, goes "
+        "back to the old packages. After an interruption, the same command goes on. Run `apt update` first.",
+        _argument("--to", "this version (default: the newest of the package sources)", default="", metavar="VERSION"),
+        DRY_RUN,
+        _flag("--next-boot", "only install: the new modules are loaded at the host's next boot"),
+        ASK_NOT,
+        _kubeconfig("kubeconfig of a user who may cordon and drain nodes; without, pods end with their machine"),
+        examples=(
+            "sudo unbounded-agent driver upgrade --dry-run",
+            "sudo unbounded-agent driver upgrade --kubeconfig /root/.kube/config",
+        ),
+        codes={
+            0: "the new driver runs; or nothing is to do; or the steps are printed",
+            1: "refused, or failed",
+        },
+        configuration=SAVES,
+        downloads=True,
+    ),
     "kube": Command(
         "",
         "print Kubernetes manifests; choose who offers a node's GPUs",

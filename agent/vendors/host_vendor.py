@@ -307,6 +307,25 @@ class GpuReset(Struct, frozen=True):
     """Raises AgentError if one of the GPUs does not answer."""
 
 
+class DriverPackages(Struct, frozen=True):
+    """How a vendor's driver is replaced by packages of the host's distribution, for `driver upgrade`."""
+
+    module: str
+    """The kernel module that the driver's other ones use."""
+    daemons: tuple[str, ...]
+    """Units of the vendor's services that keep GPUs open, in the order in which they start."""
+    strict: tuple[str, ...]
+    """Those of the daemons that only work with a module of their own version."""
+    strict_packages: tuple[str, ...]
+    """Beginnings of the names of these daemons' packages."""
+    files: tuple[str, ...]
+    """Names of files that the packages must have, with `{}` for the version."""
+    loaded: Callable[[System], Seen[str]]
+    """Returns the loaded module's version."""
+    make_nodes: Callable[[System, Callable[[], Seen[tuple[PciDevice, ...]]], Callable[[str], None]], None]
+    """Makes the device nodes that are missing or have a stale number. Raises AgentError or OSError."""
+
+
 class HostVendor(Struct, frozen=True, kw_only=True):
     """One vendor on the host. A vendor that lacks a feature keeps the default of that feature."""
 
@@ -356,6 +375,8 @@ class HostVendor(Struct, frozen=True, kw_only=True):
     """Returns how to make a program of the vendor, by its name in /proc/PID/comm, release a GPU; empty for others."""
     reset: GpuReset | None = None
     """How the vendor's tool resets GPUs; None if the agent cannot reset them."""
+    packages: DriverPackages | None = None
+    """How the driver's packages are replaced; None if the driver belongs to the kernel."""
     reset_by_hand: str = ""
     """If the agent cannot: the commands, in backquotes, with {address} for the GPU, that reset a detached GPU."""
     support_report: tuple[str, ...] = ()

@@ -150,7 +150,7 @@ def test_the_journal_records_commands_that_change_the_host() -> None:
         {"start", "stop", "restart", "switch"},
         {"gpus detach", "gpus attach", "gpus reset", "gpus test"},
     )
-    expected = {"apply", "up", "reset", *lifecycle, *detaching, "gpus forget", "kube allocation"}
+    expected = {"apply", "up", "reset", *lifecycle, *detaching, "gpus forget", "kube allocation", "driver upgrade"}
     assert {name for name, command in COMMANDS.items() if command.changes} == expected
 
 

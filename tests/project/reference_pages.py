@@ -31,7 +31,7 @@ def _overview() -> Iterator[str]:
     yield "\n| command | what it does | run as |\n|---|---|---|\n"
     for name, command in COMMANDS.items():
         # `kube` does nothing without a subcommand.
-        if not command.hidden and name != "kube":
+        if not command.hidden and name not in ("driver", "kube"):
             anchor = name.replace(" ", "-")
             yield f"| [`{name}`](#{anchor}) | {linked(command.summary)} | {command.user} |\n"
 

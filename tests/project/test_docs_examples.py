@@ -27,7 +27,7 @@ OPERATORS = {"|", "||", "&&", ";"}
 ASSIGNMENT = re.compile(r"\w+=\S*")
 OTHER_TEXT = {
     *("HOST", "vm.overcommit_memory", "overlay", "[Service]", "[Socket]", "apiVersion:", "GPU", "lrwxrwxrwx"),
-    *("LibrariesPresent", "gpu-node:", "#cloud-config"),
+    *("Unattended-Upgrade::Package-Blacklist", "LibrariesPresent", "gpu-node:", "#cloud-config"),
 }
 """The first words of blocks that have no commands."""
 

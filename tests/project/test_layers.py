@@ -29,7 +29,7 @@ ROOMS: Mapping[str, Order] = {
         "reconcile",
         ("provision", "detach"),
         ("allocation", "daemon", "gpu_reset", "gpu_tests"),
-        "gpu_recovery",
+        ("gpu_recovery", "driver_upgrade"),
         ("joining", "leave"),
         "switching",
     ),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.json import schema
 
+from agent.host.driver_upgrade import DriverUpgrade
 from agent.host.provision.node_files import NodeRecord
 from agent.host.state.gpus import GpuNote, LogPosition
 from agent.host.state.records import Handed, Owned
@@ -24,6 +25,7 @@ from tests.fakes.golden import GOLDEN, UPDATE
 
 KINDS = (
     AsFound,
+    DriverUpgrade,
     GpuNote,
     Granted,
     Handed,

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from agent.cli.doctor.machines import Diagnosis, Environment, diagnose
 from agent.config.settings import Config, MachineSettings
+from agent.host.driver_upgrade import left_to_do
 from agent.host.observe.driver_roots import why_state_is_not_mounted
 from agent.host.observe.machine import TEMPLATE, observe_joined, observe_units
 from agent.host.provision.host_settings import KUBELET_SYSCTLS, sysctl_path
@@ -73,7 +74,9 @@ def diagnose_host(
 
 def faults_in_brief(facts: Facts, config: Config, system: System) -> list[str]:
     """Return a sentence for each fault that no condition shows although it ends the agent's work."""
-    found = (finding for check in (_service, _space) for finding in check(Seeing(facts, config, system)))
+    found = (
+        finding for check in (_driver_upgrade, _service, _space) for finding in check(Seeing(facts, config, system))
+    )
     return [f"{each.cause}: {each.evidence}: see `unbounded-agent doctor`" for each in found]
 
 
@@ -108,6 +111,15 @@ def _release(seeing: Seeing) -> Iterator[Finding]:
             "the release that was installed last failed, so the former one runs: machines are not affected",
             seeing.facts.went_back,
             (f"journalctl -u {SERVICE} --no-pager -n 200", "install a later release: docs/upgrade.md"),
+        )
+
+
+def _driver_upgrade(seeing: Seeing) -> Iterator[Finding]:
+    if left := left_to_do(seeing.system):
+        yield Finding(
+            "an upgrade of the driver runs, or was interrupted: machines may be stopped, or have no GPUs",
+            left,
+            ("unbounded-agent driver upgrade --dry-run  # what it would do now", "unbounded-agent driver upgrade"),
         )
 
 
@@ -222,6 +234,17 @@ def _own_checks(seeing: Seeing) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Seeing], Iterator[Finding]], ...] = (
-    *(_configuration, _release, _template, _service, _plain_roots, _gpu_faults, _own_checks, _space, _kernel_settings),
+    *(
+        _configuration,
+        _release,
+        _driver_upgrade,
+        _template,
+        _service,
+        _plain_roots,
+        _gpu_faults,
+        _own_checks,
+        _space,
+        _kernel_settings,
+    ),
 )
 """The checks of the host, in the order in which their findings are listed."""

@@ -365,6 +365,13 @@ def load(
         # Do not try the modules after the one that failed: modprobe would load the failed module as their dependency,
         # even if the failed module is blacklisted.
         report(f"cannot load all of {', '.join(WANTED)}, which only graphics needs: {error}")
+    make_nodes(system, list_pci, report)
+
+
+def make_nodes(
+    system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]], report: Callable[[str], None]
+) -> None:
+    """Make the nodes of all GPUs that have the driver. Raises AgentError or OSError."""
     # Repeat this until no GPU is new. If a GPU is plugged in during this run, udev starts the unit that runs this, but
     # systemd merges that start with the run in progress. So this run must make the new GPU's node.
     made: Set[str] | None = None

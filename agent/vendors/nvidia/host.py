@@ -12,7 +12,7 @@ from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import Variable
 from agent.model.text import one_line
 from agent.system.files import System
-from agent.vendors.host_vendor import DriverForPods, GpuReset, HostVendor, Refusal, Sources
+from agent.vendors.host_vendor import DriverForPods, DriverPackages, GpuReset, HostVendor, Refusal, Sources
 from agent.vendors.nvidia.conditions import (
     SYMPTOMS,
     cluster_findings,
@@ -32,9 +32,12 @@ from agent.vendors.nvidia.devices import (
     parse_kernel_message,
 )
 from agent.vendors.nvidia.driver import (
+    FABRIC_UNIT,
     MODULE_NAMES,
+    PERSISTENCE_UNIT,
     SERVICES,
     fabric_cause,
+    make_nodes,
     observe_driver,
     observe_module,
     observe_services,
@@ -320,6 +323,15 @@ NVIDIA = HostVendor(
     judge=judge,
     needs_nothing=needs_nothing,
     reset=GPU_RESET,
+    packages=DriverPackages(
+        module=KERNEL_DRIVER,
+        daemons=(PERSISTENCE_UNIT, FABRIC_UNIT, "nvidia-imex.service", "nvidia-dcgm.service"),
+        strict=(FABRIC_UNIT,),
+        strict_packages=("nvidia-fabricmanager",),
+        files=("libcuda.so.{}", "libnvidia-ml.so.{}"),
+        loaded=observe_module,
+        make_nodes=make_nodes,
+    ),
     # In safe mode, it runs neither nvidia-smi nor nvidia-debugdump nor vulkaninfo (driver 535 and later).
     support_report=("nvidia-bug-report.sh", "--safe-mode"),
 )

@@ -1,0 +1,567 @@
+"""Upgrades the packages of a vendor's driver, reloads its modules, and goes back if the new driver does not load.
+
+What is decided and how far it has got is recorded on disk. Each step looks first at what is left to do, so that after a
+kill or a power cut, the same command goes on; nothing else does. Until the new packages are installed, a failure only
+starts again what was stopped.
+"""
+
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from agent.host.apply.driver_roots import MARGIN
+from agent.host.detach import Ending, granted_to
+from agent.host.observe.machine import observe_units
+from agent.host.plan.goal import Plan
+from agent.host.reconcile import Reconciler
+from agent.host.state.locks import locked, machine_locks
+from agent.host.state.records import Record
+from agent.host.vendors import HOST_VENDORS, host_vendor
+from agent.model.device import DeviceKind
+from agent.model.errors import AgentError
+from agent.model.facts import Absent, Broken, DeviceNode, Facts, Seen, Unseen, VendorFacts
+from agent.model.paths import DRIVER_PACKAGES, DRIVER_UPGRADE, DRIVER_UPGRADE_LOCK, STATE
+from agent.model.text import counted, first_of
+from agent.system.files import System
+from agent.system.modules import load_module, unload_module, unload_order
+from agent.system.packages import (
+    Change,
+    available,
+    contents,
+    fetch,
+    file_of,
+    finish_installation,
+    in_words,
+    install,
+    install_files,
+    installed,
+    simulate,
+    upstream,
+)
+from agent.system.processes import Holder, find_holders
+from agent.vendors.host_vendor import DriverPackages
+
+NEW, OLD = f"{DRIVER_PACKAGES}/new", f"{DRIVER_PACKAGES}/old"
+COMMAND = "unbounded-agent driver upgrade"
+UNIT = re.compile(r"/(?P<name>[^/]+\.service)(?:/|$)")
+"""Matches the unit of a process in its control group's path."""
+MODULE_LIMIT = 120.0
+"""Seconds to load or unload a module. A host with 16 GPUs probes them one after another."""
+UNIT_LIMIT = 120.0
+"""Seconds to start or stop a daemon. The Fabric Manager takes a minute to configure a fabric."""
+QUERY_LIMIT = 30.0
+RELEASE_LIMIT = 15.0
+"""Seconds until what was stopped has released the GPUs."""
+
+
+class Phase(StrEnum):
+    """What is being done, from which the next run goes on."""
+
+    STOPPING = "stop the machines and unload the old modules"
+    """Nothing of the driver was changed."""
+    INSTALLING = "install the new packages and load their modules"
+    GOING_BACK = "go back to the old packages"
+    STARTING = "start the machines again"
+    NEXT_BOOT = "load the installed modules at the host's next boot"
+
+
+class DriverUpgrade(Struct, frozen=True):
+    """The record of an upgrade."""
+
+    vendor: str
+    old: str
+    new: str
+    """Versions of the driver."""
+    changes: tuple[Change, ...]
+    phase: Phase
+    machines: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    """What was stopped, and is started again."""
+    modules: tuple[str, ...] = ()
+    """Modules that were loaded, in the order in which they are unloaded."""
+    failed: str = ""
+    """Why the new driver is not used."""
+
+    @property
+    def what(self) -> str:
+        return f"driver upgrade {self.old} to {self.new}"
+
+
+RECORD = Record(DriverUpgrade, 1)
+
+
+class InUseError(AgentError):
+    """Something that uses the driver could not be stopped."""
+
+
+def recorded(system: System) -> Seen[DriverUpgrade]:
+    """Return the upgrade that was not finished; Absent if there is none."""
+    return RECORD.read_seen(DRIVER_UPGRADE, system)
+
+
+def left_to_do(system: System) -> str:
+    """Return what is left of an unfinished upgrade, in words; empty if there is none."""
+    found = recorded(system)
+    if isinstance(found, Absent | Unseen):
+        return ""
+    if isinstance(found, Broken):
+        return found.why
+    packages = _packages(found.vendor)
+    if found.phase is Phase.NEXT_BOOT and packages and packages.loaded(system) == found.new:
+        return ""
+    return f"{found.what} is not finished; left to do: {found.phase}" + (f" ({found.failed})" if found.failed else "")
+
+
+def _packages(vendor: str) -> DriverPackages | None:
+    return next((each.packages for each in HOST_VENDORS if each.name == vendor), None)
+
+
+class Upgrade(Struct):
+    """An upgrade that is planned, or goes on."""
+
+    record: DriverUpgrade
+    resumed: bool
+    reconciler: Reconciler
+    packages: DriverPackages
+    machines: tuple[str, ...]
+    """Machines that run and have the vendor's GPUs."""
+    stays: tuple[str, ...]
+    """Packages of the driver that no package source has in the new version."""
+    stop: Callable[[str], None]
+    """Drains a machine's node if that is possible, and stops the machine. Raises AgentError."""
+    start: Callable[[str], int]
+    """Starts a machine, waits until it is ready and its GPUs are tested, and uncordons its node. Returns 0 then."""
+    remarks: list[str] = field(default_factory=list)
+
+    # ---- what would be done
+
+    def sentences(self, *, next_boot: bool) -> tuple[str, ...]:
+        """Return what is known, and each step."""
+        record, system = self.record, self.reconciler.system
+        first = f"driver {record.old} -> {record.new}: {counted(len(record.changes), 'package')}"
+        lines = [f"{first}: {in_words(record.changes)}"]
+        if self.resumed:
+            lines.append(f"this upgrade was interrupted, and goes on; left to do: {record.phase}")
+            lines += [f"because {record.failed}"] if record.failed else []
+        if self.stays:
+            lines.append(
+                f"stay as they are, because no package source has them in {record.new}: {first_of(self.stays)}"
+            )
+        lines += [f"ends it: {each}" for each in self.foreign_holders()]
+        if not self.resumed:
+            lines.append(f"would download the packages of both versions to {DRIVER_PACKAGES}")
+        if next_boot:
+            return (
+                *lines,
+                f"would install {record.new}, and unload nothing",
+                f"until the host's next boot, machines keep their copy of {record.old}; programs of {record.old}'s "
+                f"packages on the host itself do not work, because module and libraries differ",
+            )
+        capabilities = (each.pci_address for each in self._nodes() if each.kind is DeviceKind.CAPABILITY)
+        if parted := sorted(filter(None, {*capabilities})):
+            lines.append(f"the partitions of {', '.join(parted)} are lost; make them again afterwards")
+        units = self._running(self.packages.daemons)
+        order = unload_order(self.packages.module, system)
+        return (
+            *lines,
+            *(f"would drain and stop machine {name}" for name in self.machines),
+            *([f"would stop {', '.join(reversed(units))}"] if units else ()),
+            *([f"would unload {', '.join(order)}"] if order else ()),
+            f"would install {record.new}, and load {', '.join(reversed(record.modules))}",
+            f"would go back to {record.old} if that fails",
+            f"would start again {', '.join((*units, *self.machines)) or 'nothing'}",
+        )
+
+    def foreign_holders(self) -> tuple[str, ...]:
+        """Return the processes on the host that hold GPUs, and that the agent does not stop, in words."""
+        return tuple(each.describe() for each in self._holders() if not self._is_stopped(each))
+
+    def _is_stopped(self, holder: Holder) -> bool:
+        unit = UNIT.search(holder.cgroup)
+        return holder.machine in self.machines or bool(unit and unit["name"] in self.packages.daemons)
+
+    def _holders(self) -> tuple[Holder, ...]:
+        wanted = {(node.number.major, node.number.minor): node.path for node in self._nodes()}
+        return find_holders(self.reconciler.system, wanted).holders
+
+    def _nodes(self) -> tuple[DeviceNode, ...]:
+        facts = self.reconciler.preview()[0]
+        devices = next((each.devices for each in facts.vendors if each.vendor == self.record.vendor), ())
+        return devices if isinstance(devices, tuple) else ()
+
+    def _running(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the units that run. Raises AgentError if that is unknown."""
+        wanted = tuple(names)
+        units = observe_units(wanted, self.reconciler.system)
+        for name, unit in units.items():
+            if isinstance(unit.unit_state, Unseen):
+                raise AgentError(f"whether {name} runs is unknown: {unit.unit_state.why}")
+        return tuple(name for name in wanted if units[name].unit_state in ("active", "activating", "reloading"))
+
+    # ---- what is done
+
+    def run(self, *, next_boot: bool) -> Ending:
+        """Upgrade, or go on with an upgrade that was interrupted. Raises AgentError."""
+        with self._alone():
+            if not self.resumed:
+                self._prepare(next_boot=next_boot)
+            elif next_boot:
+                raise AgentError(f"{self.record.what} is not finished", f"leave out --next-boot: `{COMMAND}` goes on")
+            try:
+                if next_boot:
+                    return self._install_for_next_boot()
+                return self._run()
+            except KeyboardInterrupt:
+                self.reconciler.progress(f"interrupted; left to do: {self.record.phase}: `{COMMAND}` goes on")
+                raise
+            except (AgentError, OSError):
+                # Such as a full disk, on which nothing can be recorded.
+                self._start_again()
+                for each in self.remarks:
+                    self.reconciler.progress(each)
+                raise
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        system, names = self.reconciler.system, {*self.machines, *self.record.machines}
+        with ExitStack() as locks:
+            locks.enter_context(locked(system, DRIVER_UPGRADE_LOCK, 0, f"another `{COMMAND}` is still running"))
+            locks.enter_context(machine_locks(system, names, "driver upgrade"))
+            yield
+
+    def _prepare(self, *, next_boot: bool) -> None:
+        """Download and check everything. Changes nothing of the driver. Raises AgentError."""
+        record, system, progress = self.record, self.reconciler.system, self.reconciler.progress
+        strict = self._running(self.packages.strict) if next_boot else ()
+        if strict and any(each.name.startswith(self.packages.strict_packages) for each in record.changes):
+            why = f"{strict[0]} runs, and its new version ends with the old module: then no GPU computes until the boot"
+            raise AgentError(why, "leave out --next-boot")
+        if not next_boot and (held := self.foreign_holders()):
+            raise AgentError(f"the driver is in use: {'; '.join(held)}", "end this first; nothing was changed")
+        progress(f"download the packages of driver {record.old}, for the way back")
+        try:
+            fetch({each.name: each.old for each in record.changes if each.old}, OLD, system)
+        except AgentError as error:
+            what = f"the packages of driver {record.old} cannot be had, so there would be no way back: {error}"
+            raise AgentError(what, f"put them into {OLD}; nothing was changed") from error
+        progress(f"download the packages of driver {record.new}")
+        fetch({each.name: each.new for each in record.changes}, NEW, system)
+        sizes = {path: size for file in self._files(NEW) for path, size in contents(file, system).items()}
+        found = {posixpath.basename(path) for path in sizes}
+        for name in (each.format(record.new) for each in self.packages.files):
+            if name not in found:
+                raise AgentError(f"the packages of driver {record.new} do not have {name}", "nothing was changed")
+        # Not more than that is copied to the driver root; apt looks for the room for the files themselves.
+        needed, free = sum(sizes.values()) + MARGIN, system.free_bytes(STATE)
+        if free < needed:
+            what = f"{STATE}: driver {record.new} may need {needed >> 20} MiB, but only {free >> 20} MiB are free"
+            raise AgentError(what, "free up space on that file system; nothing was changed")
+        self._record(phase=Phase.NEXT_BOOT if next_boot else Phase.STOPPING)
+
+    def _files(self, directory: str) -> list[str]:
+        """Return the files of the new or the old packages."""
+        names, new = self.reconciler.system.entries(directory), directory == NEW
+        wanted = ((each.name, each.new if new else each.old) for each in self.record.changes)
+        return [f"{directory}/{file_of(name, version, names)}" for name, version in wanted if version]
+
+    def _record(self, **changes: object) -> None:
+        self.record = replace(self.record, **changes)
+        RECORD.write(DRIVER_UPGRADE, self.record, self.reconciler.system)
+
+    def _run(self) -> Ending:
+        if self.record.phase is Phase.NEXT_BOOT:
+            # Somebody does not want to wait for the boot, or the boot has not loaded the module.
+            self._record(phase=Phase.INSTALLING)
+        if self.record.phase is Phase.STOPPING:
+            try:
+                self._free()
+                self._record(phase=Phase.INSTALLING)
+            except InUseError as error:
+                self._record(phase=Phase.STARTING, failed=f"nothing of the driver was changed: {error}")
+        if self.record.phase is Phase.INSTALLING:
+            try:
+                self._switch(self.record.new)
+                self._record(phase=Phase.STARTING)
+            except InUseError:
+                raise
+            except (AgentError, OSError) as error:
+                self.reconciler.progress(f"driver {self.record.new} is not usable: {error}")
+                self._record(phase=Phase.GOING_BACK, failed=f"driver {self.record.new} is not usable: {error}")
+        if self.record.phase is Phase.GOING_BACK:
+            try:
+                self._switch(self.record.old)
+                self._record(phase=Phase.STARTING)
+            except InUseError:
+                raise
+            except (AgentError, OSError) as error:
+                return self._stuck(error)
+        return self._finish()
+
+    def _stuck(self, error: Exception) -> Ending:
+        """End with a driver that may not work. Machines run all the same, perhaps without GPUs."""
+        self._start_again()
+        record = self.record
+        back = f"driver {record.old} could not be put back: {error}"
+        advice = f"correct this, then `{COMMAND}` goes on; or install either version with apt, then reboot the host"
+        return Ending(False, (record.failed, back, *self.remarks, advice))
+
+    def _finish(self) -> Ending:
+        ready = self._start_again()
+        record, system = self.record, self.reconciler.system
+        runs = self.packages.loaded(system)
+        if isinstance(runs, str):
+            forget(self.reconciler.system)
+        version = f"driver {runs} runs" if isinstance(runs, str) else runs.why
+        told = (f"{version}: {record.failed}",) if record.failed else (f"{version} in place of {record.old}",)
+        return Ending(ready and not record.failed and runs == record.new, (*told, *self.remarks))
+
+    def _install_for_next_boot(self) -> Ending:
+        record, system, progress = self.record, self.reconciler.system, self.reconciler.progress
+        try:
+            self._install()
+        except AgentError as error:
+            progress(f"go back to driver {record.old}")
+            install_files(self._files(OLD), system, progress)
+            forget(self.reconciler.system)
+            return Ending(False, (f"driver {record.new} could not be installed, {record.old} is again: {error}",))
+        return Ending(True, (f"driver {record.new} is installed; `{COMMAND}` after the host's next boot checks it",))
+
+    # ---- steps
+
+    def _switch(self, version: str) -> None:
+        """Install the packages of this version, the new or the old one, and load its modules. Raises AgentError."""
+        record, system = self.record, self.reconciler.system
+        goes_on = version == record.new
+        if not (self._are_installed(new=goes_on) and self.packages.loaded(system) == version):
+            self._free()
+            if goes_on:
+                self._install()
+            else:
+                self.reconciler.progress(f"go back to driver {version}")
+                install_files(self._files(OLD), system, self.reconciler.progress)
+            self._load(version)
+        facts = self.reconciler.preview()[0]
+        driver = next(each.driver for each in facts.vendors if each.vendor == record.vendor)
+        found = driver.user_space.version if driver else Absent("no driver was found")
+        if found != version:
+            has = f"libraries of {found}" if isinstance(found, str) else found.why
+            raise AgentError(f"the module is of version {version}, but the host has {has}", "see `ldconfig -p`")
+
+    def _are_installed(self, *, new: bool) -> bool:
+        have = installed(self.reconciler.system)
+        wanted = {each.name: each.new if new else each.old for each in self.record.changes if new or each.old}
+        return all(name in have and have[name].complete and have[name].version == wanted[name] for name in wanted)
+
+    def _install(self) -> None:
+        system, progress, record = self.reconciler.system, self.reconciler.progress, self.record
+        if self._are_installed(new=True):
+            return
+        if any(not each.complete for each in installed(system).values()):
+            progress("finish what dpkg was interrupted in")
+            finish_installation(system, progress)
+        files = self._files(NEW)
+        further = {each.name for each in simulate(("install", *files), system).changes}
+        if further := further.difference(each.name for each in record.changes):
+            raise AgentError(f"apt would now change further packages: {', '.join(sorted(further))}", "try again")
+        progress(f"install driver {record.new}")
+        install(files, system, progress)
+
+    def _free(self) -> None:
+        """Stop what uses the driver, and unload its modules. Raises InUseError."""
+        try:
+            if held := self.foreign_holders():
+                raise AgentError("; ".join(held), "end this first")
+            self._stop()
+            self._unload()
+        except (AgentError, OSError) as error:
+            raise InUseError(f"the driver is in use: {error}", f"then `{COMMAND}` again") from error
+
+    def _stop(self) -> None:
+        system, progress, packages = self.reconciler.system, self.reconciler.progress, self.packages
+        for name in self._running_machines():
+            self._record(machines=tuple(dict.fromkeys((*self.record.machines, name))))
+            self.stop(name)
+        for unit in reversed(self._running(packages.daemons)):
+            self._record(units=tuple(dict.fromkeys((*self.record.units, unit))))
+            progress(f"stop {unit}")
+            system.run("systemctl", "stop", unit, timeout=UNIT_LIMIT)
+
+        def held() -> tuple[tuple[Holder, ...], str]:
+            found = self._holders()
+            return found, f"waiting for {'; '.join(each.describe() for each in found)}" if found else ""
+
+        if holders := self.reconciler.wait(held, RELEASE_LIMIT):
+            raise AgentError("; ".join(each.describe() for each in holders))
+
+    def _unload(self) -> None:
+        system = self.reconciler.system
+        order = unload_order(self.packages.module, system)
+        # A module that somebody loaded meanwhile is loaded again too, as the last one.
+        further = (each for each in order if each not in self.record.modules)
+        self._record(modules=(*further, *self.record.modules))
+        for module in order:
+            self.reconciler.progress(f"unload {module}")
+            unload_module(module, MODULE_LIMIT, system)
+
+    def _running_machines(self) -> tuple[str, ...]:
+        facts, planned, _ = self.reconciler.preview()
+        return having_gpus(self.record.vendor, facts, planned, self.reconciler)
+
+    def _load(self, version: str) -> None:
+        """Load the modules, which must be of this version. Raises AgentError."""
+        system, module = self.reconciler.system, self.packages.module
+        if self.packages.loaded(system) != version:
+            # Scripts of packages may have started daemons, which load what is there.
+            try:
+                self._free()
+            except InUseError as error:
+                raise AgentError(error.message) from error
+            on_disk = system.run("modinfo", "--field=version", module, timeout=QUERY_LIMIT).strip()
+            if on_disk != version:
+                what = f"for this kernel, there is {module} {on_disk or 'without a version'}, not {version}"
+                raise AgentError(what, "see `dkms status`")
+        self._load_modules()
+        found = self.packages.loaded(system)
+        if found != version:
+            raise AgentError(f"{module} {found} is loaded, not {version}" if isinstance(found, str) else found.why)
+
+    def _load_modules(self) -> None:
+        system, progress = self.reconciler.system, self.reconciler.progress
+        for module in reversed(self.record.modules):
+            if not system.exists(f"/sys/module/{module}"):
+                progress(f"load {module}")
+                load_module(module, MODULE_LIMIT, system, again=True)
+        try:
+            self.packages.make_nodes(system, self.reconciler.devices.pci_devices, progress)
+        except (AgentError, OSError) as error:
+            self.remarks.append(f"device nodes are missing: {error}")
+
+    def _start_again(self) -> bool:
+        """Start what was stopped. Return whether all of it works; what does not is in the remarks."""
+        system, progress, ready = self.reconciler.system, self.reconciler.progress, True
+        try:
+            self._load_modules()
+        except (AgentError, OSError) as error:
+            self.remarks.append(str(error))
+            ready = False
+        for unit in (each for each in self.packages.daemons if each in self.record.units):
+            progress(f"start {unit}")
+            try:
+                system.run("systemctl", "start", unit, timeout=UNIT_LIMIT)
+            except (AgentError, OSError) as error:
+                self.remarks.append(str(error))
+                ready = False
+        for name in self.record.machines:
+            progress(f"start machine {name}")
+            try:
+                code = self.start(name)
+            except (AgentError, OSError) as error:
+                self.remarks.append(str(error))
+                code = 1
+            ready = ready and code == 0
+        return ready
+
+
+def forget(system: System) -> None:
+    """Remove the record of an upgrade, and its packages."""
+    system.remove(DRIVER_UPGRADE)
+    system.remove_tree(DRIVER_PACKAGES)
+
+
+def having_gpus(vendor: str, facts: Facts, planned: Plan, reconciler: Reconciler) -> tuple[str, ...]:
+    """Return the machines that may run, and have the vendor's GPUs. Raises AgentError."""
+    addresses = [gpu.pci_address for each in facts.vendors if each.vendor == vendor for gpu in each.gpus]
+    configured = reconciler.config.machines
+    have = {name for each in addresses for name in granted_to(each, facts, planned, configured)}
+    return tuple(each.name for each in facts.machines if each.name in have and not each.ended)
+
+
+def plan_upgrade(
+    to: str, reconciler: Reconciler, stop: Callable[[str], None], start: Callable[[str], int], *, dry_run: bool
+) -> Upgrade | str:
+    """Return the upgrade to a version, or to the newest one, or what was not finished. Changes nothing of the driver.
+
+    If there is nothing to do, return a sentence that says so. Raises AgentError if there is no such upgrade.
+    """
+    system, found = reconciler.system, recorded(reconciler.system)
+    if isinstance(found, Broken | Unseen):
+        raise AgentError(found.why, f"see `dpkg --list` for what is installed, then remove {DRIVER_UPGRADE}")
+    facts, planned, _ = reconciler.preview()
+    unfinished = isinstance(found, DriverUpgrade) and bool(left_to_do(system))
+    if isinstance(found, DriverUpgrade) and not unfinished and not dry_run:
+        forget(system)
+    if isinstance(found, DriverUpgrade) and unfinished:
+        if to not in ("", found.new):
+            raise AgentError(f"{found.what} is not finished", f"leave out --to: `{COMMAND}` goes on")
+        record, stays = found, tuple[str, ...]()
+    else:
+        made = _planned(to, facts, system)
+        if isinstance(made, str):
+            return made
+        record, stays = made
+    packages = _packages(record.vendor)
+    if packages is None:
+        raise AgentError(f"{DRIVER_UPGRADE}: vendor {record.vendor} has no packages", "remove the file")
+    machines = having_gpus(record.vendor, facts, planned, reconciler)
+    return Upgrade(record, unfinished, reconciler, packages, machines, stays, stop, start)
+
+
+def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tuple[str, ...]] | str:
+    """Return the upgrade, and the driver's packages that stay; or a sentence if there is nothing to do."""
+    vendor, packages, old = _driver(facts)
+    have = installed(system)
+    if broken := [name for name, each in have.items() if not each.complete]:
+        raise AgentError(f"not completely installed: {first_of(broken)}", "run `dpkg --configure --pending` first")
+    own = {name: each for name, each in have.items() if each.upstream == old}
+    if not own:
+        what = f"no package has the version {old} of the loaded driver"
+        raise AgentError(what, "`driver upgrade` only upgrades a driver that comes in packages for apt")
+    if held := [name for name, each in own.items() if each.held]:
+        names = " ".join(held)
+        raise AgentError(
+            f"apt keeps the versions of {names}", f"run `apt-mark unhold {names}`, and hold them afterwards"
+        )
+    words: list[str] = ["install", "--only-upgrade", *own]
+    if to:
+        versions = available(own, to, system)
+        if not versions:
+            raise AgentError(
+                f"no package source has the driver's packages in {to}", "run `apt update`, or correct --to"
+            )
+        words = ["install", *(f"{name}={version}" for name, version in versions.items())]
+    would = simulate(words, system)
+    if would.removed:
+        raise AgentError(f"apt would remove {first_of(would.removed)}", f"see `apt-get --simulate {' '.join(words)}`")
+    versions_after = {upstream(each.new) for each in would.changes if each.name in own} - {old}
+    if not versions_after:
+        return f"driver {old}: there is nothing to upgrade (`apt update` reads the package sources again)"
+    if len(versions_after) > 1:
+        raise AgentError(f"apt would mix driver {' and '.join(sorted(versions_after))}", "choose one with --to")
+    (new,) = versions_after
+    stays = tuple(sorted(own.keys() - {each.name for each in would.changes}))
+    if strict := [each for each in stays if each.startswith(packages.strict_packages)]:
+        raise AgentError(f"no package source has {strict[0]} in {new}, and it only works with a module of its version")
+    modules = unload_order(packages.module, system)
+    return DriverUpgrade(vendor.vendor, old, new, would.changes, Phase.STOPPING, modules=modules), stays
+
+
+def _driver(facts: Facts) -> tuple[VendorFacts, DriverPackages, str]:
+    """Return the vendor whose driver can be upgraded, and the driver's version. Raises AgentError."""
+    for vendor in facts.vendors:
+        packages = host_vendor(vendor.vendor).packages
+        if packages is None or vendor.driver is None:
+            continue
+        module, libraries = vendor.driver.module_version, vendor.driver.user_space.version
+        if not isinstance(module, str):
+            raise AgentError(module.why, "upgrade the packages with apt, then load the module or reboot the host")
+        if libraries != module:
+            has = f"libraries of {libraries}" if isinstance(libraries, str) else libraries.why
+            raise AgentError(f"module {module} is loaded, but the host has {has}", "see `unbounded-agent doctor`")
+        return vendor, packages, module
+    names = " or ".join(each.name for each in HOST_VENDORS if each.packages)
+    raise AgentError(f"this host has no driver of {names}")

@@ -1,0 +1,226 @@
+"""Debian's packages: what a version needs, download, installation. The only module that runs apt and dpkg."""
+
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from msgspec import Struct
+
+from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError
+from agent.model.text import first_of
+from agent.system.files import System
+from agent.system.trust import read_seen
+
+LOCK = "/var/lib/dpkg/lock-frontend"
+"""Whoever changes packages has this locked by fcntl(2)."""
+LOCKS = "/proc/locks"
+CACHE = "/var/cache/apt/archives"
+"""Where apt keeps the packages that it downloaded."""
+LOCK_WAIT = 600.0
+"""Seconds to wait for the lock: unattended-upgrades may be at work."""
+POLL = 1.0
+QUERY_LIMIT = 60.0
+FETCH_LIMIT = 1800.0
+TAIL = 500
+"""Characters of the end of what apt or dpkg prints that a message has."""
+INSTALL_LIMIT = 3600.0
+"""Seconds for the packages' scripts: DKMS builds a module for each installed kernel."""
+FORMAT = "${Package}\t${Architecture}\t${Version}\t${source:Upstream-Version}\t${db:Status-Status}\t${db:Status-Want}\n"
+STEP = re.compile(r"(?P<step>Inst|Remv) (?P<name>\S+) (?:\[(?P<old>\S+)\] ?)?(?:\((?P<new>\S+) .*)?")
+"""A line of `apt-get --simulate`: `Inst libcuda1 [550.163.01-2] (555.42-1 Debian:13/stable [amd64]) []`."""
+CONTENT = re.compile(
+    r"\S{10} \S+ +(?:(?P<size>[0-9]{1,15})|[0-9]+,[0-9]+) \S+ \S+ \.(?P<path>/.*?)(?: -> .*| link to .*)?$"
+)
+"""A line of `dpkg-deb --contents`; a device has its number in place of a size."""
+KEEP = ("--force-confdef", "--force-confold")
+"""Options of dpkg: a changed configuration file stays, and nobody is asked."""
+QUIET = ("--setenv=DEBIAN_FRONTEND=noninteractive", "--setenv=NEEDRESTART_SUSPEND=1", "--setenv=LC_ALL=C")
+"""Without the second one, needrestart would restart services of the host after the installation."""
+
+
+class Package(Struct, frozen=True):
+    """An installed package."""
+
+    version: str
+    upstream: str
+    """The version without what the distribution adds."""
+    complete: bool
+    """Whether it is configured, too."""
+    held: bool
+    """Whether `apt-mark hold` keeps its version."""
+
+
+class Change(Struct, frozen=True):
+    """A package that gets another version."""
+
+    name: str
+    """With the architecture, as in `libcuda1:i386`, if that is not the host's own."""
+    old: str | None
+    """None if the package is not installed."""
+    new: str
+
+
+class Changes(Struct, frozen=True):
+    """What apt would do."""
+
+    changes: tuple[Change, ...]
+    removed: tuple[str, ...]
+
+
+def upstream(version: str) -> str:
+    """Return a package's version without its epoch and its revision (deb-version(7))."""
+    plain = version.partition(":")[2] or version
+    return plain.rpartition("-")[0] or plain
+
+
+def installed(system: System) -> Mapping[str, Package]:
+    """Return the installed packages by name. Raises AgentError."""
+    native = system.run("dpkg", "--print-architecture", timeout=QUERY_LIMIT).strip()
+    found = {}
+    for line in system.run("dpkg-query", "--show", f"--showformat={FORMAT}", timeout=QUERY_LIMIT).splitlines():
+        fields = line.split("\t")
+        if len(fields) != 6:
+            raise DocumentError(f"dpkg-query printed {line[:200]!a}, which is not {FORMAT.strip()!r}")
+        name, architecture, version, own, status, want = fields
+        if status not in ("not-installed", "config-files"):
+            known = name if architecture in (native, "all") else f"{name}:{architecture}"
+            found[known] = Package(version, own, status == "installed", want == "hold")
+    return found
+
+
+def available(names: Collection[str], version: str, system: System) -> dict[str, str]:
+    """Return the newest package version of this upstream version, for each name that has one. Raises AgentError."""
+    found = dict[str, str]()
+    # The output does not tell architectures apart.
+    foreign = [name for name in names if ":" in name]
+    for asked in ([name for name in names if ":" not in name], *([name] for name in foreign)):
+        for line in system.run("apt-cache", "madison", *asked, timeout=QUERY_LIMIT).splitlines():
+            fields = [each.strip() for each in line.split("|")]
+            # A package source may offer only the source code.
+            if len(fields) == 3 and upstream(fields[1]) == version and not fields[2].endswith(" Sources"):
+                found.setdefault(asked[0] if asked[0] in foreign else fields[0], fields[1])
+    return found
+
+
+def simulate(words: Iterable[str], system: System) -> Changes:
+    """Return what `apt-get install` would do with these words. Changes nothing. Raises AgentError."""
+    changes, removed = [], []
+    for line in system.run("apt-get", "--simulate", "--allow-downgrades", *words, timeout=QUERY_LIMIT).splitlines():
+        if not line.startswith(("Inst ", "Remv ")):
+            continue
+        match = STEP.match(line)
+        if not match or (match["step"] == "Inst" and not match["new"]):
+            raise DocumentError(f"`apt-get --simulate` printed {line[:200]!a}, which is not understood")
+        if match["step"] == "Remv":
+            removed.append(match["name"])
+        else:
+            changes.append(Change(match["name"], match["old"], match["new"]))
+    return Changes(tuple(sorted(changes, key=lambda each: each.name)), tuple(removed))
+
+
+def fetch(wanted: Mapping[str, str], directory: str, system: System) -> None:
+    """Download these versions of packages to a directory, by name. Raises AgentError if one cannot be had.
+
+    apt checks them against its signed lists. What apt's cache has is copied from there: no list names old versions.
+    """
+    system.make_directory(directory)
+    kept, partial = read_seen(system.entries, CACHE), f"{directory}/partial"
+    for name, version in wanted.items():
+        if file_of(name, version, system.entries(directory)):
+            continue
+        # Whatever kills this, only complete files get to `directory`.
+        system.remove_tree(partial)
+        system.make_directory(partial)
+        if isinstance(kept, tuple) and (cached := file_of(name, version, kept)):
+            system.run("cp", "--", f"{CACHE}/{cached}", f"{partial}/{cached}", timeout=QUERY_LIMIT)
+        else:
+            # apt-get downloads into its working directory.
+            download = ("env", f"--chdir={partial}", "apt-get", "download", f"{name}={version}")
+            system.run_tool(*download, timeout=FETCH_LIMIT)
+        file = file_of(name, version, system.entries(partial))
+        if not file:
+            raise AgentError(f"`apt-get download {name}={version}` left no package in {partial}")
+        system.sync(f"{partial}/{file}")
+        system.rename(f"{partial}/{file}", f"{directory}/{file}")
+    system.remove_tree(partial)
+
+
+def file_of(name: str, version: str, files: Iterable[str]) -> str:
+    """Return the file of a package's version among these names; empty if there is none."""
+    own, _, architecture = name.partition(":")
+    # apt escapes the colon after an epoch.
+    start, end = f"{own}_{version.replace(':', '%3a')}_", f"{architecture}.deb"
+    return next((each for each in files if each.startswith(start) and each.endswith(end)), "")
+
+
+def contents(path: str, system: System) -> dict[str, int]:
+    """Return the sizes of the files in a package's file, by path. Raises AgentError."""
+    found = {}
+    for line in system.run("dpkg-deb", "--contents", path, timeout=QUERY_LIMIT).splitlines():
+        # `-rw-r--r-- root/root      9 2025-01-01 00:00 ./usr/lib/libcuda.so.550.163.01`
+        match = CONTENT.match(line)
+        if not match:
+            raise DocumentError(f"`dpkg-deb --contents {path}` printed {line[:200]!a}, which is not understood")
+        found[match["path"]] = int(match["size"] or 0)
+    return found
+
+
+def install(words: Iterable[str], system: System, progress: Callable[[str], None]) -> None:
+    """Install packages by `apt-get install`. Raises AgentError."""
+    wait_for_lock(system, progress)
+    options = [f"--option=Dpkg::Options::={each}" for each in KEEP]
+    options += [f"--option=DPkg::Lock::Timeout={LOCK_WAIT:.0f}", "--option=APT::Get::AutomaticRemove=false"]
+    _run("apt-get", "--yes", "--quiet", "--no-remove", "--allow-downgrades", *options, "install", *words, system=system)
+
+
+def install_files(paths: Iterable[str], system: System, progress: Callable[[str], None]) -> None:
+    """Install packages from files, also older ones, and over an interrupted installation. Raises AgentError."""
+    wait_for_lock(system, progress)
+    _run("dpkg", *KEEP, "--install", *paths, system=system)
+
+
+def finish_installation(system: System, progress: Callable[[str], None]) -> None:
+    """Let dpkg finish what was interrupted: until then, apt refuses to work. Raises AgentError."""
+    wait_for_lock(system, progress)
+    _run("dpkg", *KEEP, "--configure", "--pending", system=system)
+
+
+def _run(*argv: str, system: System) -> None:
+    # As a unit of its own, it goes on if this process is killed: an interrupted dpkg would leave half a driver.
+    unit = ("systemd-run", "--quiet", "--wait", "--pipe", "--collect", *QUIET, "--")
+    try:
+        system.run(*unit, *argv, timeout=INSTALL_LIMIT)
+    except ExitCodeError as error:
+        # What packages' scripts say of their errors goes to apt's standard output.
+        said = f"{error.stdout[-TAIL:]}\n{error.stderr[-TAIL:]}"
+        raise CommandError(argv, error.ended, said, "see /var/log/apt/term.log and /var/log/dpkg.log") from error
+
+
+def wait_for_lock(system: System, progress: Callable[[str], None], limit: float = LOCK_WAIT) -> None:
+    """Wait until nobody changes packages. Raises AgentError, which names the process, if that lasts too long."""
+    deadline, said = time.monotonic() + limit, ""
+    while holder := lock_holder(system):
+        if time.monotonic() >= deadline:
+            raise AgentError(f"{holder} still has the lock of apt and dpkg ({LOCK})", "let it end, then try again")
+        if holder != said:
+            progress(f"waiting up to {limit:.0f} s for the lock of apt and dpkg, which {holder} has")
+            said = holder
+        time.sleep(POLL)
+
+
+def lock_holder(system: System) -> str:
+    """Return who has the lock of apt and dpkg, in words; empty if nobody has it, or if that is unknown."""
+    inode, locks = system.link_inode(LOCK), read_seen(system.read_text, LOCKS)
+    for line in locks.splitlines() if isinstance(locks, str) and inode is not None else ():
+        # `8: POSIX  ADVISORY  WRITE 4906 fe:00:9980619 0 EOF`; a process that waits for a lock has `->` before POSIX.
+        fields = line.split()
+        if len(fields) > 5 and fields[1] == "POSIX" and fields[5].rpartition(":")[2] == str(inode):
+            name = read_seen(system.read_text, f"/proc/{fields[4]}/comm")
+            return f"PID {fields[4]} ({name.strip()})" if isinstance(name, str) else f"PID {fields[4]}"
+    return ""
+
+
+def in_words(changes: Collection[Change]) -> str:
+    """Return the packages with their versions, or the first of them."""
+    each = [f"{change.name} {change.old or '(new)'} -> {change.new}" for change in changes]
+    return first_of(each, 40)

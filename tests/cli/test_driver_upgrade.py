@@ -1,0 +1,349 @@
+"""`driver upgrade`: a whole host with a node, on which apt, dpkg, modprobe and daemons are simulated."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.cli.doctor.host import faults_in_brief
+from agent.host.driver_upgrade import left_to_do
+from agent.model.errors import AgentError
+from agent.model.paths import DRIVER_PACKAGES, DRIVER_UPGRADE
+from tests.fakes.clock import Clock
+from tests.fakes.command import Capture, command
+from tests.fakes.detach_site import Interrupted
+from tests.fakes.driver_packages import DAEMON, LIBRARIES, MODULES, NEW, OLD, UNITS, DriverHost
+from tests.fakes.node_host import node_host, node_reconciler
+from tests.fakes.processes import process
+
+UPGRADE = "driver upgrade --kubeconfig=/root/.kube/config"
+LOADED = ["nvidia", "nvidia_drm", "nvidia_modeset", "nvidia_uvm"]
+AS_BEFORE = (OLD, OLD, {OLD}, LOADED, [*UNITS[:2]], True)
+UPGRADED = (NEW, NEW, {NEW}, LOADED, [*UNITS[:2]], True)
+STOP = ["cordon", "drain", "stop systemd-nspawn@gpu-node.service", f"stop {UNITS[1]}", f"stop {UNITS[0]}"]
+UNLOAD = ["unload nvidia_drm", "unload nvidia_modeset", "unload nvidia_uvm", "unload nvidia"]
+LOAD = ["load nvidia", "load nvidia_uvm", "load nvidia_modeset", "load nvidia_drm"]
+START = [f"start {UNITS[0]}", f"start {UNITS[1]}", "start systemd-nspawn@gpu-node.service", "uncordon"]
+
+
+def downloads(version: str, directory: str) -> list[str]:
+    return [f"download {name}={version}-1 to {directory}" for name in (LIBRARIES, DAEMON, MODULES)]
+
+
+FETCH = [*downloads(OLD, "old"), *downloads(NEW, "new")]
+
+
+class Site:
+    """The host, and its commands."""
+
+    def __init__(self, tree: Path) -> None:
+        self.host = node_host(tree)
+        self.messages: list[str] = []
+        assert command(node_reconciler(self.host), "up", network=self.host.network, ask=self.host.ask) == 0
+        self.driver = DriverHost(self.host)
+
+    def upgrade(self, options: str = "") -> int:
+        agent = node_reconciler(self.host)
+        agent.progress = self.messages.append
+        return command(agent, f"{UPGRADE} {options}")
+
+    def is_finished(self) -> bool:
+        return not self.host.exists(DRIVER_UPGRADE) and not self.host.exists(DRIVER_PACKAGES)
+
+
+@pytest.fixture
+def site(tmp_path: Path, clock: Clock) -> Site:
+    return Site(tmp_path / "host")
+
+
+def test_nothing_of_the_driver_changes_before_the_drain(site: Site, capsys: Capture) -> None:
+    capsys.readouterr()
+    assert site.upgrade() == 0
+    plan, _, said = capsys.readouterr().out.rstrip().rpartition("\n")
+    assert f"driver {OLD} -> {NEW}: 3 packages: libcuda1 {OLD}-1 -> {NEW}-1" in plan
+    assert f"driver {NEW} runs in place of {OLD}" in said or f"driver {NEW} runs in place of {OLD}" in plan
+    assert site.driver.changes == [*FETCH, *STOP, *UNLOAD, f"install {NEW}", *LOAD, *START]
+    assert site.driver.state() == UPGRADED
+    assert site.is_finished()
+
+
+def test_a_dry_run_changes_nothing(site: Site, capsys: Capture) -> None:
+    site.host.capability("gpu0/mig/gi1/access", 12)
+    site.host.capability("gpu0/mig/gi1/ci0/access", 13)
+    assert site.upgrade("--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert "the partitions of 0000:01:00.0 are lost" in shown
+    assert "would drain and stop machine gpu-node" in shown
+    assert f"would stop {UNITS[1]}, {UNITS[0]}" in shown
+    assert "would unload nvidia_drm, nvidia_modeset, nvidia_uvm, nvidia" in shown
+    assert site.driver.changes == []
+    assert site.driver.state() == AS_BEFORE
+
+
+def test_there_is_nothing_to_do(site: Site, capsys: Capture) -> None:
+    del site.driver.sources[NEW]
+    assert site.upgrade() == 0
+    assert f"driver {OLD}: there is nothing to upgrade" in capsys.readouterr().out
+    assert site.driver.changes == []
+
+
+def use_force(driver: DriverHost) -> None:
+    process(driver.tree, 901, opened=("/dev/nvidia1",), command=b"train", group="/user.slice/x.scope")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "options", "words"),
+    [
+        (lambda it: it.sources[OLD].remove(MODULES), "", "there would be no way back"),
+        (lambda it: it.sources[NEW].remove(DAEMON), "", "only works with a module of its version"),
+        (lambda it: it.held.add(DAEMON), "", f"run `apt-mark unhold {DAEMON}`"),
+        (lambda it: it.removes.append("cuda"), "", "apt would remove cuda"),
+        (lambda it: it.contents.update({NEW: ["libcuda.so.{}"]}), "", f"do not have libnvidia-ml.so.{NEW}"),
+        (lambda it: setattr(it.host, "free", 1 << 20), "", "may need 64 MiB, but only 1 MiB are free"),
+        (lambda it: it.have.update({MODULES: (OLD, "half-configured")}), "", "not completely installed"),
+        (lambda it: it.have.update(dict.fromkeys(it.have, ("1", "installed"))), "", f"package has the version {OLD}"),
+        (lambda it: None, "--to 1.2", "no package source has the driver's packages in 1.2"),
+        (lambda it: it.host.remove_tree("/sys/module/nvidia"), "", "is not loaded"),
+        (use_force, "", "PID 901 (train): /dev/nvidia1"),
+        (lambda it: None, "--next-boot", "then no GPU computes until the boot"),
+        (lambda it: it.fails.update({"apt-get --simulate": "E: held broken packages"}), "", "held broken packages"),
+    ],
+)  # fmt: skip
+def test_it_refuses_before_it_changes_anything(
+    site: Site, wrong: Callable[[DriverHost], object], options: str, words: str
+) -> None:
+    wrong(site.driver)
+    before = site.driver.state()
+    with pytest.raises(AgentError) as error:
+        site.upgrade(options)
+    assert words in str(error.value)
+    assert [each for each in site.driver.changes if not each.startswith("download")] == []
+    assert site.driver.state() == before
+    assert not site.host.exists(DRIVER_UPGRADE)
+
+
+def test_a_version_is_chosen_and_may_be_older(site: Site) -> None:
+    assert site.upgrade() == 0
+    assert site.upgrade(f"--to {OLD}") == 0
+    assert site.driver.state() == AS_BEFORE
+
+
+@pytest.mark.parametrize("part", ["drain", "systemctl stop nvidia-persistenced.service", "rmmod nvidia_uvm"])
+def test_a_failure_before_the_installation_only_starts_all_again(site: Site, capsys: Capture, part: str) -> None:
+    site.driver.fails[part] = "simulated"
+    assert site.upgrade() == 1
+    assert f"driver {OLD} runs: nothing of the driver was changed" in capsys.readouterr().out
+    assert not any(each.startswith("install") for each in site.driver.changes)
+    assert site.driver.state() == AS_BEFORE
+    assert site.is_finished()
+    site.driver.fails.clear()
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED
+
+
+@pytest.mark.parametrize("part", ["apt-get --yes", "modprobe -- nvidia_uvm", "modinfo"])
+def test_it_goes_back_if_the_new_driver_is_not_usable(site: Site, capsys: Capture, part: str) -> None:
+    site.driver.fails[part] = "simulated"
+
+    def mend(call: int) -> None:
+        if "by dpkg" in site.driver.changes[-1]:
+            site.driver.fails.clear()
+
+    site.driver.before = mend
+    assert site.upgrade() == 1
+    assert f"driver {OLD} runs: driver {NEW} is not usable" in capsys.readouterr().out
+    assert f"install {OLD} by dpkg" in site.driver.changes
+    assert site.driver.changes[-4:] == START
+    assert site.driver.state() == AS_BEFORE
+    assert site.is_finished()
+
+
+def test_a_machine_starts_even_if_the_old_driver_does_not_come_back(site: Site, capsys: Capture) -> None:
+    site.driver.fails["modprobe -- nvidia"] = "simulated"
+    assert site.upgrade() == 1
+    shown = capsys.readouterr().out
+    assert f"driver {NEW} is not usable" in shown
+    assert f"driver {OLD} could not be put back" in shown
+    assert site.driver.machine_runs()
+    assert "left to do: go back to the old packages" in left_to_do(site.host)
+    site.driver.fails.clear()
+    assert site.upgrade() == 1
+    assert site.driver.state() == AS_BEFORE
+    assert site.is_finished()
+
+
+CALLS = len([*FETCH, *STOP, *UNLOAD, "install", *LOAD, *START])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("killed", [1, *range(len(FETCH), CALLS + 1)])
+def test_it_goes_on_after_a_kill(site: Site, killed: int, when: str) -> None:
+    """Killed before or after each program that changes something; nothing goes on by itself, but `doctor` says it."""
+
+    def kill(call: int) -> None:
+        if call == killed:
+            raise Interrupted
+
+    setattr(site.driver, when, kill)
+    with pytest.raises(Interrupted):
+        site.upgrade()
+    site.driver.before = site.driver.after = lambda call: None
+    agent = node_reconciler(site.host)
+    done = len(site.driver.changes)
+    brief = faults_in_brief(agent.reconcile().facts, agent.config, site.host)
+    assert any("an upgrade of the driver runs, or was interrupted" in each for each in brief) is (killed > len(FETCH))
+    assert len(site.driver.changes) == done
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED
+    assert site.is_finished()
+
+
+BACK = range(len([*FETCH, *STOP, *UNLOAD]) + 1, CALLS + 3)
+
+
+@pytest.mark.parametrize("killed", BACK)
+def test_going_back_goes_on_after_a_kill(site: Site, killed: int) -> None:
+    def kill(call: int) -> None:
+        if call == killed:
+            raise Interrupted
+
+    site.driver.unloadable, site.driver.before = NEW, kill
+    with pytest.raises(Interrupted):
+        site.upgrade()
+    site.driver.before = lambda call: None
+    assert site.upgrade() == 1
+    assert site.driver.state() == AS_BEFORE
+    assert site.is_finished()
+
+
+def test_a_damaged_record_is_named(site: Site) -> None:
+    site.host.file(DRIVER_UPGRADE, "{")
+    with pytest.raises(AgentError, match=r"driver-upgrade.json: .*then remove"):
+        site.upgrade()
+    assert DRIVER_UPGRADE in left_to_do(site.host)
+
+
+def cut_power(site: Site) -> None:
+    """Let the power fail during the installation. The host boots: the machine and the daemons run."""
+
+    def cut(call: int) -> None:
+        if site.driver.changes[-1] == f"install {NEW}":
+            site.driver.have[LIBRARIES] = (NEW, "half-configured")
+            raise Interrupted
+
+    site.driver.before = cut
+    with pytest.raises(Interrupted):
+        site.upgrade()
+    site.driver.before = lambda call: None
+    for argv in [("modprobe", "--", module) for module in reversed(LOADED)]:
+        site.driver.run(argv, 1)
+    for unit in UNITS[:2]:
+        site.driver.run(("systemctl", "start", unit), 1)
+    site.host.boot()
+    site.driver.changes.clear()
+
+
+def test_it_goes_on_after_a_power_cut(site: Site) -> None:
+    """With half of the packages."""
+    cut_power(site)
+    assert site.upgrade() == 0
+    assert site.driver.changes.index("configure") < site.driver.changes.index(f"install {NEW}")
+    assert site.driver.changes.index("unload nvidia") < site.driver.changes.index(f"install {NEW}")
+    assert site.driver.state() == UPGRADED
+
+
+def test_it_does_not_go_back_because_the_driver_is_in_use(site: Site) -> None:
+    cut_power(site)
+    site.driver.fails["drain"] = "budget"
+    with pytest.raises(AgentError, match=r"the driver is in use: .*budget"):
+        site.upgrade()
+    assert "left to do: install the new packages" in left_to_do(site.host)
+    assert site.driver.machine_runs()
+    assert site.driver.version() == OLD
+    site.driver.fails.clear()
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED
+
+
+def test_a_full_disk_leaves_no_machine_stopped(site: Site) -> None:
+    def fill(call: int) -> None:
+        if site.driver.changes[-1] == f"stop {UNITS[1]}":
+            site.host.full.append(DRIVER_UPGRADE)
+
+    site.driver.before = fill
+    with pytest.raises(OSError, match="No space left"):
+        site.upgrade()
+    assert site.driver.state() == AS_BEFORE
+    site.driver.before = lambda call: None
+    site.host.full.clear()
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED
+
+
+def test_the_lock_of_another_program_is_waited_for(site: Site, clock: Clock) -> None:
+    inode = site.host.link_inode("/var/lib/dpkg/lock-frontend")
+    site.host.file("/proc/locks", f"8: POSIX  ADVISORY  WRITE 4906 fe:00:{inode} 0 EOF\n")
+    process(site.driver.tree, 4906, command=b"unattended-upgr")
+
+    def release() -> None:
+        if any("PID 4906 (unattended-upgr)" in each for each in site.messages):
+            site.host.file("/proc/locks")
+
+    clock.meanwhile = release
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED
+
+
+def test_who_keeps_the_lock_is_named(site: Site, clock: Clock, capsys: Capture) -> None:
+    inode = site.host.link_inode("/var/lib/dpkg/lock-frontend")
+    process(site.driver.tree, 4906, command=b"unattended-upgr")
+
+    def take(call: int) -> None:
+        site.host.file("/proc/locks", f"8: POSIX  ADVISORY  WRITE 4906 fe:00:{inode} 0 EOF\n")
+
+    site.driver.before, clock.least = take, 60.0
+    assert site.upgrade() == 1
+    assert "PID 4906 (unattended-upgr) still has the lock of apt and dpkg" in capsys.readouterr().out
+    assert site.driver.version() == OLD
+    assert site.driver.machine_runs()
+
+
+def test_at_the_next_boot(site: Site, capsys: Capture) -> None:
+    """Nothing is stopped, and the record stays until the module is loaded."""
+    site.driver.run(("systemctl", "stop", UNITS[1]), 1)
+    site.driver.changes.clear()
+    assert site.upgrade("--next-boot") == 0
+    assert "until the host's next boot" in capsys.readouterr().out
+    assert site.driver.changes == [*FETCH, f"install {NEW}"]
+    assert site.driver.version() == OLD
+    assert "load the installed modules at the host's next boot" in left_to_do(site.host)
+    site.host.file("/sys/module/nvidia/version", f"{NEW}\n")
+    assert left_to_do(site.host) == ""
+    assert site.upgrade() == 0
+    assert site.is_finished()
+
+
+def test_packages_for_the_next_boot_that_fail_are_replaced_at_once(site: Site, capsys: Capture) -> None:
+    site.driver.run(("systemctl", "stop", UNITS[1]), 1)
+    site.driver.fails["apt-get --yes"] = "simulated"
+    assert site.upgrade("--next-boot") == 1
+    assert f"{OLD} is again" in capsys.readouterr().out
+    assert site.driver.changes[-1] == f"install {OLD} by dpkg"
+    assert site.is_finished()
+
+
+def test_old_packages_come_from_apts_cache(site: Site) -> None:
+    site.driver.sources[OLD] = set()
+    for name in (LIBRARIES, MODULES, DAEMON):
+        site.host.file(f"/var/cache/apt/archives/{name}_{OLD}-1_amd64.deb")
+    copied = site.driver.run
+
+    def copy(argv: tuple[str, ...], timeout: float) -> object:
+        if argv[0] == "cp":
+            site.host.file(argv[3])
+            argv = ("kubectl", "copied")
+        return copied(argv, timeout)
+
+    site.host.program_runner = copy  # type: ignore[assignment]
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED

@@ -1,0 +1,251 @@
+"""apt, dpkg, kernel modules and daemons of a host whose driver is in packages, simulated.
+
+The lines that apt-get and dpkg-query print are as apt 3.0.3 and dpkg 1.22.22 printed them for made-up packages.
+"""
+
+import posixpath
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from agent.system.process import Completed
+from tests.fakes.driver_generations import NEWER, upgrade
+from tests.fakes.facts import VERSION
+from tests.fakes.node_host import NodeHost
+from tests.fakes.processes import process
+
+OLD, NEW = VERSION, NEWER
+LIBRARIES, MODULES, DAEMON = "libcuda1", "nvidia-kernel-support", "nvidia-fabricmanager-550"
+UNITS = ("nvidia-persistenced.service", "nvidia-fabricmanager.service", "nvidia-imex.service", "nvidia-dcgm.service")
+OTHERS = "zlib1g\tamd64\t1:1.3.dfsg-1\t1.3.dfsg\tinstalled\tinstall\nold\tall\t1\t1\tconfig-files\tdeinstall\n"
+WANT = {True: "hold", False: "install"}
+HOLDERS = {"nvidia": ("nvidia_modeset", "nvidia_uvm"), "nvidia_modeset": ("nvidia_drm",)}
+PID = 900
+
+
+class DriverHost:
+    """Stands between a host and its other programs."""
+
+    def __init__(self, host: NodeHost) -> None:
+        self.host, self.tree = host, Path(host.root)
+        self.calls: list[str] = []
+        self.changes: list[str] = []
+        """Those calls that change the host, in short."""
+        self.have = {name: (OLD, "installed") for name in (LIBRARIES, MODULES, DAEMON)}
+        self.sources = {OLD: {LIBRARIES, MODULES, DAEMON}, NEW: {LIBRARIES, MODULES, DAEMON}}
+        """Which packages the package sources have, by version."""
+        self.held: set[str] = set()
+        self.removes: list[str] = []
+        """Packages that apt would remove."""
+        self.contents = {version: ["libcuda.so.{}", "libnvidia-ml.so.{}"] for version in (OLD, NEW)}
+        self.files, self.on_disk = OLD, OLD
+        """The versions of the libraries and of the module on disk."""
+        self.unloadable = ""
+        """The version whose module does not load."""
+        self.fails: dict[str, str] = {}
+        """What programs print before they fail, by a part of the call."""
+        self.before: Callable[[int], None] = lambda call: None
+        self.after: Callable[[int], None] = lambda call: None
+        """Called with the number of the call that changes something."""
+        self.drained = True
+        for module in ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm"):
+            self._loaded(module, OLD)
+        for unit, state in zip(UNITS, ("active", "active", "inactive", "inactive"), strict=True):
+            host.bus.unit(unit, state)
+        self._hold()
+        host.file("/var/lib/dpkg/lock-frontend")
+        host.file("/proc/locks")
+        host.program_runner = self.run
+
+    def run(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv[0] == "systemd-run":
+            argv = argv[argv.index("--") + 1 :]
+        line = " ".join(argv)
+        self.calls.append(line)
+        short = self._short(argv)
+        number = len(self.changes) + 1
+        if short:
+            self.changes.append(short)
+            self.before(number)
+        for part, printed in self.fails.items():
+            if part in line:
+                return Completed(1, b"", printed.encode())
+        done = self._run(argv, timeout)
+        if short:
+            self.after(number)
+        return done
+
+    def _short(self, argv: tuple[str, ...]) -> str:
+        match argv:
+            case ("rmmod", module):
+                return f"unload {module}"
+            case ("modprobe", "--", module):
+                return f"load {module}"
+            case ("systemctl", "stop", unit):
+                return f"stop {unit}"
+            case ("systemctl", "start", *_, unit):
+                return f"start {unit}"
+            case ("env", directory, "apt-get", "download", package):
+                return f"download {package} to {directory.split('/')[-2]}"
+            case ("apt-get", "--yes", *_):
+                return f"install {self._versions(argv)}"
+            case ("dpkg", *_, "--install", _, _, _):
+                return f"install {self._versions(argv)} by dpkg"
+            case ("dpkg", *_, "--pending"):
+                return "configure"
+            case ("kubectl", _, "drain" | "uncordon" | "cordon" as verb, *_):
+                return verb
+            case _:
+                return ""
+
+    def _versions(self, argv: Sequence[str]) -> str:
+        names = [posixpath.basename(each) for each in argv if each.endswith(".deb")]
+        (version,) = {each.split("_")[1].removesuffix("-1") for each in names}
+        return version
+
+    def _run(self, argv: tuple[str, ...], timeout: float) -> Completed:  # noqa: C901
+        printed: str | None = None
+        match argv:
+            case ("dpkg", "--print-architecture"):
+                printed = "amd64\n"
+            case ("dpkg-query", "--show", _):
+                printed = OTHERS + "".join(
+                    f"{name}\tamd64\t{version}-1\t{version}\t{status}\t{WANT[name in self.held]}\n"
+                    for name, (version, status) in self.have.items()
+                )
+            case ("apt-cache", "madison", *names):
+                printed = "".join(
+                    f"{name} | {version}-1 | http://deb.debian.org/debian trixie/non-free amd64 Packages\n"
+                    for name in names
+                    for version in sorted(self.sources, reverse=True)
+                    if name in self.sources[version]
+                )
+            case ("apt-get", "--simulate", _, "install", *words):
+                printed = self._simulate(words)
+            case ("env", directory, "apt-get", "download", package):
+                name, _, version = package.partition("=")
+                if name not in self.sources.get(version.removesuffix("-1"), ()):
+                    return Completed(100, b"", f"E: Version '{version}' for '{name}' was not found\n".encode())
+                self.host.file(
+                    f"{directory.removeprefix('--chdir=').removeprefix(self.host.root)}/{name}_{version}_amd64.deb"
+                )
+            case ("dpkg-deb", "--contents", path):
+                version = self._versions([path])
+                files = [each.format(version) for each in self.contents[version]] if LIBRARIES in path else ["x"]
+                printed = "".join(f"-rw-r--r-- root/root 9 2025-01-01 00:00 ./usr/lib/{each}\n" for each in files)
+            case ("apt-get", "--yes", *_) | ("dpkg", *_, "--install", _, _, _):
+                self._install(self._versions(argv))
+            case ("dpkg", *_, "--pending"):
+                self.have = {name: (version, "installed") for name, (version, _) in self.have.items()}
+            case ("modinfo", "--field=version", "nvidia"):
+                printed = f"{self.on_disk}\n"
+            case ("rmmod", module):
+                return self._rmmod(module)
+            case ("modprobe", "--", _) if self.on_disk == self.unloadable:
+                return Completed(1, b"", b"modprobe: ERROR: could not insert 'nvidia': Invalid argument\n")
+            case ("modprobe", "--", module):
+                self._loaded(module, self.on_disk)
+            case ("systemctl", verb, unit) if unit in UNITS:
+                self.host.bus.unit(unit, "active" if verb == "start" else "inactive")
+                self._hold()
+            case ("kubectl", _, "get", *_):
+                printed = "" if self.drained else "true"
+            case ("kubectl", *_):
+                pass
+            case _:
+                return self._on_host(argv, timeout)
+        return Completed(0, (printed or "").encode(), b"")
+
+    def _on_host(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        daemons = {unit: self.is_active(unit) for unit in UNITS}
+        done = self.host.runner(argv, timeout)
+        # A machine that starts or stops changes no daemon here.
+        for unit, active in daemons.items():
+            self.host.bus.unit(unit, "active" if active else "inactive")
+        return done
+
+    def _simulate(self, words: Sequence[str]) -> str:
+        exact = {word.partition("=")[0]: word.partition("=")[2].removesuffix("-1") for word in words if "=" in word}
+        if any(word.endswith(".deb") for word in words):
+            exact = {posixpath.basename(word).split("_")[0]: self._versions([word]) for word in words}
+        if not exact:
+            newest = {
+                name: max(each for each, names in self.sources.items() if name in names)
+                for name in words
+                if name in self.have
+            }
+            exact = {name: version for name, version in newest.items() if version > self.have[name][0]}
+        lines = [
+            f"Inst {name} [{self.have[name][0]}-1] ({version}-1 localhost [amd64])\n"
+            for name, version in exact.items()
+            if version != self.have[name][0]
+        ]
+        return "Reading package lists...\n" + "".join(lines + [f"Remv {name} [1]\n" for name in self.removes])
+
+    def _install(self, version: str) -> None:
+        for name in self.have:
+            if name in self.sources.get(version, ()):
+                self.have[name] = (version, "installed")
+        if self.files != version:
+            upgrade(self.host, self.files, version)
+        self.files = self.on_disk = version
+
+    def _rmmod(self, module: str) -> Completed:
+        directory = self.tree / "sys/module"
+        users = [each.name for each in (directory / module / "holders").iterdir()]
+        held = [unit for unit in UNITS[:2] if self.is_active(unit)] or self.machine_runs()
+        if users or held:
+            return Completed(1, b"", f"rmmod: ERROR: Module {module} is in use by: {users or held}\n".encode())
+        for holder in directory.glob(f"*/holders/{module}"):
+            holder.rmdir()
+        self.host.remove_tree(f"/sys/module/{module}")
+        if module == "nvidia":
+            self._bind("")
+        return Completed(0, b"", b"")
+
+    def _loaded(self, module: str, version: str) -> None:
+        self.host.file(f"/sys/module/{module}/version", f"{version}\n")
+        self.host.make_directory(f"/sys/module/{module}/holders")
+        for used, users in HOLDERS.items():
+            if module in users:
+                self.host.make_directory(f"/sys/module/{used}/holders/{module}")
+        if module == "nvidia":
+            self._bind("nvidia")
+
+    def _bind(self, driver: str) -> None:
+        for bus in ("01", "02"):
+            self.host.rebind(f"0000:{bus}:00.0", driver)
+
+    def _hold(self) -> None:
+        """While it runs, the persistence daemon has the GPUs open."""
+        if self.is_active(UNITS[0]) == (self.tree / f"proc/{PID}").exists():
+            return
+        if self.is_active(UNITS[0]):
+            group = f"/system.slice/{UNITS[0]}"
+            process(self.tree, PID, opened=("/dev/nvidia0",), command=b"nvidia-persiste", group=group)
+        else:
+            self.host.remove_tree(f"/proc/{PID}")
+
+    def is_active(self, unit: str) -> bool:
+        path = self.host.bus.units[unit]
+        return self.host.bus.properties[path, "org.freedesktop.systemd1.Unit", "ActiveState"][1] == "active"
+
+    def machine_runs(self) -> bool:
+        return self.is_active("systemd-nspawn@gpu-node.service")
+
+    def version(self) -> str:
+        """Return the loaded module's version."""
+        return self.host.read_text("/sys/module/nvidia/version").strip()
+
+    def state(self) -> tuple[object, ...]:
+        """Return what runs."""
+        path = "/sys/module/nvidia/version"
+        loaded = self.version() if self.host.exists(path) else ""
+        modules = sorted(each.name for each in (self.tree / "sys/module").glob("nvidia*"))
+        return (
+            loaded,
+            self.files,
+            {version for version, _ in self.have.values()},
+            modules,
+            [each for each in UNITS if self.is_active(each)],
+            self.machine_runs(),
+        )
