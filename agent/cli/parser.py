@@ -450,7 +450,7 @@ COMMANDS = {
         DRY_RUN,
         _flag("--next-boot", "only install: the new modules are loaded at the host's next boot"),
         ASK_NOT,
-        _kubeconfig("kubeconfig of a user who may cordon and drain nodes; without, pods end with their machine"),
+        _kubeconfig("kubeconfig of a user who may cordon and drain nodes; without, machines drain their own nodes"),
         examples=(
             "sudo unbounded-agent driver upgrade --dry-run",
             "sudo unbounded-agent driver upgrade --kubeconfig /root/.kube/config",

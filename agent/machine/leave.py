@@ -394,7 +394,7 @@ def _look(work: _Work) -> str:
     if not work.system.exists(NODE_FILES):
         raise _UnableError(f"{NODE_FILES} is missing, so it is unknown when this root was made: `up` did not make it")
     identity, client = work.kubelet()
-    mounts = mount_points(work.system) - {"/"}
+    mounts = mount_points(work.system)
     volumes = dict[str, str]()
     for path, whose in _volumes(work, client, identity.node):
         with contextlib.suppress(OSError):

@@ -641,10 +641,20 @@ MOUNTS = "/proc/self/mountinfo"
 
 
 def mount_points(system: System) -> frozenset[str]:
-    """Return all mount points, as other paths are written. Raises OSError."""
-    points = (line.split(b" ")[4] for line in system.lines(MOUNTS))
-    unescaped = (re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), each) for each in points)
-    return frozenset(map(os.fsdecode, unescaped))
+    """Return the mount points below / that have other files than the directory below them. Raises OSError.
+
+    A service's sandbox binds directories such as /root onto themselves (ProtectSystem=strict).
+    """
+    mounts = dict[str, tuple[str, str]]()
+    for line in system.lines(MOUNTS):
+        _, _, device, root, point, *_ = map(_unescaped, line.split(b" "))
+        mounts[point] = device, root
+    device, root = mounts["/"]
+    return frozenset(each for each, found in mounts.items() if found != (device, root.rstrip("/") + each)) - {"/"}
+
+
+def _unescaped(text: bytes) -> str:
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), text))
 
 
 def mounted(system: System, file_system: str) -> frozenset[str]:

@@ -257,7 +257,9 @@ def test_a_kubelet_that_is_not_there_yet_is_waited_for(node: Node, clock: Clock)
 @pytest.fixture
 def made(node: Node) -> Node:
     """A machine of which `up` made the root, with files of the image."""
-    node.put("/proc/self/mountinfo", "1 1 0:1 / / rw - ext4 x rw\n2 1 0:2 / /mnt/a\\040disk rw - ext4 x rw\n")
+    mounts = ("8:1 /machines/x /", "0:2 / /mnt/a\\040disk", "8:1 /machines/x/root /root", "8:1 /carried/x /carried")
+    lines = (f"{number} 1 {each} rw,relatime shared:1 - ext4 x rw\n" for number, each in enumerate(mounts))
+    node.put("/proc/self/mountinfo", "".join(lines))
     for path in ("/srv/image", "/etc/fstab", "/root/.bashrc", "/mnt/a disk/of/image"):
         node.put(path, "image")
     node.put(NODE_FILES, "{}")
@@ -286,12 +288,20 @@ def test_new_files_are_lost_unless_somebody_makes_them_again(made: Node) -> None
     for path in ("/usr/bin/tool", "/var/lib/kubelet/pki/x", "/var/log/syslog", "/etc/machine-id", "/tmp/x"):
         write(made, path, 3)
     write(made, "/mnt/a disk/data", 100)
+    write(made, "/carried/data", 100)
+    # The sandbox of the service binds this directory onto itself.
+    write(made, "/root/work/key", 4)
     write(made, "/etc/nvidia-container-runtime/config.toml", 3)
     write(made, KUBECONFIG, 3)
     made.put(KUBECONFIG, made.api.kubeconfig())
     Owned(made).claim("/etc/containerd/conf.d/99-nvidia.toml")
     write(made, "/etc/containerd/conf.d/99-nvidia.toml", 3)
-    assert lost(made) == [("/srv", 1, 7, ""), ("/srv/data", 2, 30, ""), ("/usr/local/bin", 1, 5, "")]
+    assert lost(made) == [
+        ("/root/work", 1, 4, ""),
+        ("/srv", 1, 7, ""),
+        ("/srv/data", 2, 30, ""),
+        ("/usr/local/bin", 1, 5, ""),
+    ]
 
 
 def test_volumes_of_pods_are_named_also_where_other_files_do_not_count(made: Node) -> None:

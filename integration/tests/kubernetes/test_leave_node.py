@@ -170,6 +170,7 @@ def test_a_budget_keeps_the_node_and_then_lets_it_go(
 def test_files_are_moved_out_of_the_root_and_outlive_it(empty_host: EmptyHost) -> None:
     """`status` says how, and the commands are run as it says."""
     node, status = Node(empty_host.guest), ["unbounded-agent", "status", "--wide", MACHINE]
+    node.shell("rm -rf /srv/volume /root/work")
     node.shell("mkdir -p /srv/data/deep && echo kept >/srv/data/deep/file && chmod 750 /srv/data")
     config = empty_host.configuration(settings='carry = ["/srv/data", "/srv/new"]')
     empty_host.guest.write("/etc/unbounded-agent/config.toml", config.encode())
