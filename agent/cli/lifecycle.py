@@ -132,7 +132,7 @@ def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse
     offered = switching.offers_gpus()
     confirm(f"machine {name} restarts with another root file system", options)
     with _given_up(switching, "its candidate"):
-        switching.make(steps)
+        limit = switching.make(steps)
         switching.hold_back()
     with _given_up(switching, "its pods"):
         if options.kubeconfig:
@@ -141,7 +141,7 @@ def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse
             _drain_itself(name, reconciler)
     failures = tuple[str, ...]()
     try:
-        switching.hand_over(keep=bool(options.give_up))
+        switching.hand_over(keep=bool(options.give_up), limit=limit)
         if offered:
             switching.wait_for_offer()
     except AgentError as error:

@@ -64,6 +64,8 @@ class Watch(Struct, frozen=True):
     reconciler: Reconciler
     names: tuple[str, ...]
     ask: Asking = ask
+    limit: float = 0.0
+    """Seconds in place of JOIN_LIMIT and driver_wait, for a caller that knows better; 0 for these."""
 
     def machines(self, outcome: Outcome) -> tuple[MachineOutcome, ...]:
         """Return the outcomes of these machines, without those of other machines."""
@@ -146,7 +148,8 @@ class Watch(Struct, frozen=True):
         """Wait until all machines are finished, something fails, or time is up. Return the same as `start`."""
         settings = [self.reconciler.config.machines[name] for name in self.names]
         must_test = any(each.test_gpus for each in settings)
-        limit = JOIN_LIMIT + max(each.driver_wait for each in settings) + TEST_LIMIT * must_test
+        limit = self.limit or JOIN_LIMIT + max(each.driver_wait for each in settings)
+        limit += TEST_LIMIT * must_test
         began = limit_since = time.monotonic()
         last_sentence, failing, joining = "", set[str](), dict[str, _Joining]()
         while True:

@@ -36,6 +36,9 @@ from agent.system.systemd import list_units, queue_job
 UNIT = "unbounded-agent-switch.service"
 """Ends what a killed command or a power cut interrupted, and removes former root file systems."""
 OFFER_LIMIT = 300.0
+SLOWER, SHORTEST_WAIT = 3, 180.0
+"""A machine that serves pods may boot so many times slower than its candidate, and is given at least so many seconds.
+Each second counts: if the machine does not become ready, nothing runs in it until it has gone back."""
 BUSY = "another `unbounded-agent up`, `switch` or `reset` is still running"
 WENT_BACK = "the former root file system serves again"
 
@@ -92,8 +95,10 @@ class Switching(Struct, frozen=True):
             what = f"{other}, the former root file system, has files that the present one lacks"
             raise AgentError(what, f"copy them, then run `unbounded-agent switch {self.name} --forget`")
 
-    def make(self, steps: tuple[NodeStep, ...]) -> None:
+    def make(self, steps: tuple[NodeStep, ...]) -> float:
         """Make the candidate, boot it and wait until it is ready. Raises AgentError; the machine serves on.
+
+        Return for how many seconds to wait for the machine, when it boots with the same root file system.
 
         A candidate proves what a machine's Ready means: each GPU opens, the CDI specification is verified, containerd
         answers.
@@ -102,7 +107,9 @@ class Switching(Struct, frozen=True):
         self._record("trying", image=images[0] if images else "")
         self._run(StopMachine(candidate_of(self.name)))
         self._run(*steps)
+        began = time.monotonic()
         self._start(candidate_of(self.name))
+        return max(SLOWER * (time.monotonic() - began), SHORTEST_WAIT)
 
     def hold_back(self) -> None:
         """Stop the candidate. Its root file system waits for its turn."""
@@ -113,18 +120,19 @@ class Switching(Struct, frozen=True):
         self.hold_back()
         self._record("failed", why)
 
-    def hand_over(self, *, keep: bool) -> None:
+    def hand_over(self, *, keep: bool, limit: float = 0.0) -> None:
         """Stop the machine, and start it with the next root file system. If it is not ready then, go back.
 
         If it has that root file system already, only wait until it is ready. `keep` says whether the former one has
-        files that are needed. Raises AgentError after going back.
+        files that are needed; `limit`, how many seconds to wait, as `make` returns it. Raises AgentError after going
+        back.
         """
         self._record("handing over", keep=keep)
         try:
             if not self.serves("next"):
                 self._stop()
             self._run(*self._exchange())
-            self._start(self.name)
+            self._start(self.name, limit)
         except (AgentError, OSError, KeyboardInterrupt) as error:
             why = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
             self.go_back(why)
@@ -197,9 +205,9 @@ class Switching(Struct, frozen=True):
         mark_start(self.name, self._system)
         self._run(StopMachine(self.name))
 
-    def _start(self, machine: str) -> None:
+    def _start(self, machine: str, limit: float = 0.0) -> None:
         """Start a machine and wait until it is ready and, if it is a node, has joined. Raises AgentError."""
-        watch = Watch(self.reconciler, (machine,))
+        watch = Watch(self.reconciler, (machine,), limit=limit)
         outcome, failures = watch.start()
         if not failures and not watch.all_ready(outcome):
             failures = tuple(f"machine {machine} is not ready: {each.awaited}" for each in watch.machines(outcome))

@@ -208,6 +208,20 @@ def test_a_node_is_uncordoned_only_when_its_gpus_are_offered_again(host: NodeHos
     assert uncordon in host.runner.calls
 
 
+def test_a_kubelet_that_does_not_work_is_not_waited_for_long(host: NodeHost, clock: Clock) -> None:
+    """The candidate has shown how fast the root file system boots. `start` waits for seven minutes."""
+
+    def look(argv: tuple[str, ...]) -> None:
+        host.joins = not is_new(host)
+
+    host.tools.before, clock.least = look, 10.0
+    before = clock.passed
+    assert switch(host) == 1
+    assert 180 <= clock.passed - before < 300
+    assert not is_new(host)
+    assert state(host) == "failed"
+
+
 class KilledError(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
