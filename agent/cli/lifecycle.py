@@ -23,6 +23,7 @@ from agent.host.state.locks import machine_locks
 from agent.host.state.records import mark_start
 from agent.host.switching import Switching, work
 from agent.model.conditions import ConditionType, Status
+from agent.model.contract import Lost
 from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.paths import CORDONED_FOR, cordoned_file, machine_unit, other_root
@@ -117,9 +118,8 @@ def _forget(switching: Switching, options: argparse.Namespace) -> int:
 def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse.Namespace) -> int:
     """Make the candidate, move the pods away, and hand the node over. Return the exit code. Raises AgentError."""
     name, reconciler = switching.name, switching.reconciler
-    node = reconciler.config.machines[name].node
-    assert node, "the machine is a node"
-    lost = unsaved(what_is_lost(name, reconciler.system), node.carry, options.give_up)
+    found = _what_is_lost(name, reconciler, options.give_up)
+    lost = unsaved(found, options.give_up)
     missing = "; ".join(lines(lost))
     if options.dry_run:
         say(f"would {each}" for each in switching.sentences(steps))
@@ -141,7 +141,7 @@ def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse
             _drain_itself(name, reconciler)
     failures = tuple[str, ...]()
     try:
-        switching.hand_over(keep=bool(options.give_up), limit=limit)
+        switching.hand_over(keep=bool(found or options.give_up), limit=limit)
         if offered:
             switching.wait_for_offer()
     except AgentError as error:
@@ -157,6 +157,17 @@ def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse
     ]
     failures += _uncordon_itself(name, reconciler, not_yet)
     return report_failures((*failures, *_uncordon(name, reconciler, options.kubeconfig, not_yet, fenced)))
+
+
+def _what_is_lost(name: str, reconciler: Reconciler, given_up: Sequence[str]) -> tuple[Lost, ...]:
+    if "/" in given_up:
+        return ()
+    reconciler.progress(f"machine {name} looks for files that the next root file system would lack")
+    try:
+        return what_is_lost(name, reconciler.system)
+    except AgentError as error:
+        what = f"what the next root file system would lack is unknown: {error.message}"
+        raise AgentError(what, "correct this, or give up all files of the former one with --give-up /") from error
 
 
 @contextmanager

@@ -7,7 +7,7 @@ half has the kubelet's identity, which may cordon its own Node and evict its pod
 import posixpath
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct, field
@@ -106,9 +106,12 @@ def what_is_lost(machine: str, system: System, limit: float = LOOK_LIMIT) -> tup
     return _ask(machine, system, lambda _: None, LeaveTask.LOOK, limit).lost
 
 
-def unsaved(lost: Iterable[Lost], carry: Collection[str], given_up: Collection[str]) -> tuple[Lost, ...]:
-    """Return what is neither in a carried directory nor given up by name. Pure."""
-    saved = tuple(f"{each.rstrip('/')}/" for each in (*carry, *given_up))
+def unsaved(lost: Iterable[Lost], given_up: Iterable[str]) -> tuple[Lost, ...]:
+    """Return what is not given up by name. Pure.
+
+    A carried directory that is in effect is a mount, which is never listed.
+    """
+    saved = tuple(f"{each.rstrip('/')}/" for each in given_up)
     return tuple(each for each in lost if not f"{each.path}/".startswith(saved))
 
 

@@ -4,10 +4,8 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -21,7 +19,7 @@ from agent.host.provision.plan import RemoveRoot
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import record_fault, record_test
 from agent.host.state.locks import machine_locks, pass_lock
-from agent.model.contract import LeaveAnswer, LeaveEnd, parse_leave_request, render_leave_answer
+from agent.model.contract import LeaveEnd
 from agent.model.errors import AgentError, CommandError, ConfigError
 from agent.model.facts import GpuFault, Verdict
 from agent.model.paths import (
@@ -32,7 +30,6 @@ from agent.model.paths import (
     drained_file,
     joined_file,
     leave_file,
-    leaving_file,
     machine_root,
     machine_unit,
     nspawn_file,
@@ -42,7 +39,7 @@ from tests.fakes.clock import Clock
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, set_up, units, without_gpus
 from tests.fakes.host import Host
-from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
+from tests.fakes.node_host import NODE, NodeHost, answers, node_host, node_reconciler
 
 ADMIN = "/root/.kube/config"
 KUBECTL = ("kubectl", f"--kubeconfig={ADMIN}")
@@ -177,19 +174,6 @@ def test_a_node_that_kubectl_could_not_cordon(host: NodeHost, agent: Reconciler,
         command(agent, f"stop {MACHINE} --kubeconfig={ADMIN}")
     assert kubectl(host) == [QUERY, CORDON, QUERY]
     assert host.exists(cordoned_file(MACHINE)) is lost
-
-
-def answers(host: NodeHost, end: LeaveEnd = LeaveEnd.DONE, **facts: Any) -> Callable[[], None]:  # noqa: ANN401
-    """Let the machine run, and return what it does while a command waits: it answers the request."""
-    host.file(f"{MACHINED_STATE}/{MACHINE}")
-
-    def answer() -> None:
-        if host.exists(leave_file(MACHINE)):
-            request = parse_leave_request(host.read(leave_file(MACHINE)))
-            host.runner.calls.append((request.task,))
-            host.write(leaving_file(MACHINE), render_leave_answer(LeaveAnswer(request.id, end, 1.0, **facts)))
-
-    return answer
 
 
 def asked(host: NodeHost) -> list[str]:

@@ -31,7 +31,7 @@ from agent.model.paths import (
 from tests.fakes.clock import Clock
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, UNITS
-from tests.fakes.node_host import CANDIDATE, NODE, NodeHost, node_host, node_reconciler
+from tests.fakes.node_host import CANDIDATE, NODE, NodeHost, answers, node_host, node_reconciler
 
 ADMIN = "/root/.kube/config"
 KUBECTL = ("kubectl", f"--kubeconfig={ADMIN}")
@@ -50,6 +50,7 @@ def host(tmp_path: Path, clock: Clock) -> NodeHost:
     for words in (("cordon", NODE), ("uncordon", NODE), (*UNSCHEDULABLE, NODE)):
         host.command(*KUBECTL, *words)
     host.command(*KUBECTL, "drain", NODE, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=600s")
+    clock.meanwhile = answers(host)
     host.runner.calls.clear()
     return host
 
@@ -226,11 +227,13 @@ class KilledError(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
-def test_wherever_it_is_killed_the_machine_serves_again_and_a_switch_goes_on(host: NodeHost, tmp_path: Path) -> None:
+def test_wherever_it_is_killed_the_machine_serves_again_and_a_switch_goes_on(
+    host: NodeHost, tmp_path: Path, clock: Clock
+) -> None:
     assert switch(host) == 0
     steps, ends = len(host.runner.calls), set[tuple[str, bool]]()
     for number in range(steps):
-        again = made(tmp_path / f"host-{number}")
+        again = made(tmp_path / f"host-{number}", clock)
         kill_at(again, (), number + 1)
         with pytest.raises(KilledError):
             switch(again)
@@ -266,7 +269,7 @@ def test_a_kill_between_any_two_changes_of_records_and_roots_is_recovered_from(
 
     monkeypatch.setattr(os, "rename", rename)
     for number in range(1, 50):
-        cut_at[0], host = -1, made(tmp_path / f"host-{number}")
+        cut_at[0], host = -1, made(tmp_path / f"host-{number}", clock)
         seen.clear()
         cut_at[0] = number
         try:
@@ -279,10 +282,11 @@ def test_a_kill_between_any_two_changes_of_records_and_roots_is_recovered_from(
     assert ends == {("", False), ("failed", False), ("done", True)}
 
 
-def made(tree: Path) -> NodeHost:
+def made(tree: Path, clock: Clock) -> NodeHost:
     host = node_host(tree)
     host.bus.unit(machine_unit(CANDIDATE), "inactive")
     assert command(node_reconciler(host), "up", network=host.network, ask=host.ask) == 0
+    clock.meanwhile = answers(host)
     host.runner.calls.clear()
     return host
 

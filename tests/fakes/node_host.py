@@ -8,16 +8,28 @@ import json
 import posixpath
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from agent import __version__
 from agent.config.settings import Config
 from agent.host.provision.preflight import PROGRAMS
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.contract import LeaveAnswer, LeaveEnd, parse_leave_request, render_leave_answer
 from agent.model.facts import render_live
 from agent.model.handoff import Report, parse_handoff, render_report
 from agent.model.node import Link, Network, Route, Rule
-from agent.model.paths import handoff_file, joined_file, live_file, machine_root, machine_unit, report_directory
+from agent.model.paths import (
+    MACHINED_STATE,
+    handoff_file,
+    joined_file,
+    leave_file,
+    leaving_file,
+    live_file,
+    machine_root,
+    machine_unit,
+    report_directory,
+)
 from agent.system.http import Answer
 from agent.system.process import Completed
 from tests.fakes.clearing import clear_below, clears
@@ -198,6 +210,19 @@ class NodeHost(Host):
         """Answer as the API server."""
         assert url == f"{SERVER}/api"
         return Answer(200 if token == TOKEN else 401, None)
+
+
+def answers(host: NodeHost, end: LeaveEnd = LeaveEnd.DONE, **facts: Any) -> Callable[[], None]:  # noqa: ANN401
+    """Let the machine run, and return what it does while a command waits: it answers the request."""
+    host.file(f"{MACHINED_STATE}/{MACHINE}")
+
+    def answer() -> None:
+        if host.exists(leave_file(MACHINE)):
+            request = parse_leave_request(host.read(leave_file(MACHINE)))
+            host.runner.calls.append((request.task,))
+            host.write(leaving_file(MACHINE), render_leave_answer(LeaveAnswer(request.id, end, 1.0, **facts)))
+
+    return answer
 
 
 def node_host(tree: Path) -> NodeHost:

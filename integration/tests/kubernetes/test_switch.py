@@ -14,6 +14,8 @@ from integration.bed.machine.node import MACHINE
 from integration.bed.vm.simulated_host import SimulatedHost
 from integration.conftest import INSTALLED
 
+pytestmark = pytest.mark.exhaustive
+
 CANDIDATE = f"{MACHINE}-next"
 CONFIGURATION = "/etc/unbounded-agent/config.toml"
 SWITCH = f"""
@@ -126,7 +128,6 @@ systemctl start unbounded-agent-switch.service
 """Kills the command when the root file systems have just changed places. Its unit goes on."""
 
 
-@pytest.mark.exhaustive
 def test_a_node_whose_kubelet_does_not_start_goes_back_even_if_the_command_was_killed(
     empty_host: EmptyHost, measured: Callable[[str, object], None]
 ) -> None:
