@@ -279,13 +279,15 @@ def preflight(
     facts = reconciler.preview()[0]
     network = network or HostNetwork()
     work = Provisioner(reconciler.config, reconciler.system, network, reconciler.progress, ask).work(names, facts)
+    ignored = sorted({each.name for each in work.checks if each.required and not each.passed} & {*options.ignore})
     work = replace(work, checks=without(options.ignore, work.checks))
     if options.json:
         checks = [as_object(check) for check in work.checks]
         say([document("preflight", {"ok": not work.failed, "checks": checks})])
     else:
         say(in_words(check) for check in work.checks)
-    for remark in work.remarks:
+    remarks = [f"`up` fails until these pass: {', '.join(ignored)}"] if ignored else []
+    for remark in (*work.remarks, *remarks):
         report(f"note: {remark}")
     return 1 if work.failed else 0
 

@@ -263,7 +263,7 @@ COMMANDS = {
             metavar="NAME",
         ),
         JSON_FORM,
-        codes={0: "`up` can make the nodes", 1: "a check failed"},
+        codes={0: "`up` can make the nodes, once what was ignored passes", 1: "a check failed"},
         downloads=True,
     ),
     "reset": Command(

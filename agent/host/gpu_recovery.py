@@ -5,7 +5,7 @@ if the service restarts. How that has ended is in the record of GPUs, not in wha
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Literal, TypeAlias
@@ -15,7 +15,14 @@ from agent.host import gpu_reset
 from agent.host.detach import Timing, describe
 from agent.host.gpu_tests import run_tests
 from agent.host.reconcile import MachineOutcome, Outcome, Reconciler
-from agent.host.state.gpus import count_reset, observe_gpus, record_begun, record_stopped, require_reset_left
+from agent.host.state.gpus import (
+    count_reset,
+    forget_reset,
+    observe_gpus,
+    record_begun,
+    record_stopped,
+    require_reset_left,
+)
 from agent.host.vendors import host_vendor
 from agent.host.verify.gpu_states import health, needs_test
 from agent.model.conditions import Status
@@ -46,9 +53,8 @@ def wanted(config: Config, facts: Facts, machines: Iterable[MachineOutcome]) -> 
         for address in each.gpus
         if address in gpus and _is_free(address, facts) and needs_test(gpus[address], facts, each.name)
     }
-    if config.gpu_recovery.policy == "reset":
-        found |= {address: "reset" for address, gpu in gpus.items() if _needs_reset(gpu, facts)}
-    return found
+    policy = config.gpu_recovery.policy
+    return found | {address: "reset" for address, gpu in gpus.items() if _needs_reset(gpu, facts, policy)}
 
 
 def _may_begin(address: str, what: What, machines: Iterable[MachineOutcome]) -> bool:
@@ -62,12 +68,16 @@ def _is_free(address: str, facts: Facts) -> bool:
     return taint is None or taint.testing
 
 
-def _needs_reset(gpu: Gpu, facts: Facts) -> bool:
-    """Return whether to reset the GPU: it asks for that itself, or our reset has not ended."""
+def _needs_reset(gpu: Gpu, facts: Facts, policy: str) -> bool:
+    """Return whether to reset the GPU: it asks for that itself, or our reset has not ended, whatever the policy is now.
+
+    Otherwise nothing would give the GPU back.
+    """
     address, fault, begun = gpu.pci_address, facts.gpus.faults.get(gpu.pci_address), facts.gpus.begun
     if address in facts.gpus.resetting:
         return address in begun and begun[address].what == "reset"
-    asks = fault is not None and fault.own_word and health(gpu, facts).verdict is Verdict.NEEDS_RESET
+    own_word = policy == "reset" and fault is not None and fault.own_word
+    asks = own_word and health(gpu, facts).verdict is Verdict.NEEDS_RESET
     return asks and _is_free(address, facts) and host_vendor(gpu.vendor).reset is not None
 
 
@@ -119,9 +129,12 @@ def work(reconciler: Reconciler, timing: Timing = Timing()) -> None:
     """Reset and test the GPUs for which the configuration asks it. Raises OSError or an AgentError."""
     system = reconciler.system
     try:
-        for address in _wanted_now(reconciler, "reset"):
-            if why := _reset(address, reconciler, timing):
+        left = _wanted_now(reconciler, "reset")
+        while left:
+            group, why = _reset_with_linked(left[0], left, reconciler, timing)
+            for address in group if why else ():
                 _stopped(reconciler, address, "reset", why)
+            left = [each for each in left if each not in group]
         if tests := _wanted_now(reconciler, "test"):
             try:
                 ends = {each.gpu.pci_address: each for each in run_tests(tests, 0.0, False, reconciler, timing)}
@@ -146,26 +159,45 @@ def _wanted_now(reconciler: Reconciler, what: What) -> list[str]:
     return [each for each, wants in found.items() if wants == what and _may_begin(each, what, outcome.machines)]
 
 
-def _reset(address: str, reconciler: Reconciler, timing: Timing) -> str:
-    """Reset a GPU that no process has open. Return why that failed; empty if it did not.
+def _reset_with_linked(
+    address: str, wanted: Collection[str], reconciler: Reconciler, timing: Timing
+) -> tuple[list[str], str]:
+    """Reset a GPU, and those that must be reset together with it if they are `wanted` too.
+
+    Return these GPUs, and why that failed; empty if it did not.
+    """
+    group = [address]
+    why, together = _reset(group, reconciler, timing)
+    if together and together <= {*wanted}:
+        group = sorted({address, *together})
+        why, _ = _reset(group, reconciler, timing)
+    return group, why
+
+
+def _reset(addresses: list[str], reconciler: Reconciler, timing: Timing) -> tuple[str, frozenset[str]]:
+    """Reset GPUs that no process has open. Return why that failed, empty if it did not; and without which it cannot.
 
     A GPU in use is left as it is: new pods are kept from it by its verdict.
     """
     recovery, system = reconciler.config.gpu_recovery, reconciler.system
     try:
-        reset = gpu_reset.prepare([address], reconciler, evict=False, seconds=0.0, timing=timing)
-        (removal,) = reset.removals
-        if address not in observe_gpus(system).resetting:
+        reset = gpu_reset.prepare(addresses, reconciler, evict=False, seconds=0.0, timing=timing)
+        resetting = observe_gpus(system).resetting
+        for removal in (each for each in reset.removals if each.gpu.pci_address not in resetting):
+            address = removal.gpu.pci_address
             if held := removal.check():
-                return f"in use by {'; by '.join(describe(held, removal.gpu))}"
+                which = f"{address} is " if len(addresses) > 1 else ""
+                return f"{which}in use by {'; by '.join(describe(held, removal.gpu))}", frozenset()
             # The unit may run for another GPU. One that must not be reset is not taken from its machine either.
             require_reset_left(system, address, recovery.attempts, recovery.hours)
         reset.policy = "refuse"
         reset.allow = partial(count_reset, system, attempts=recovery.attempts, hours=recovery.hours)
         ending = reset.run()
+        for address in addresses if reset.together else ():
+            forget_reset(system, address)
     except AgentError as error:
-        return str(error)
-    return "" if ending.done else "; ".join(ending.sentences)
+        return str(error), frozenset()
+    return "" if ending.done else "; ".join(ending.sentences), frozenset(reset.together)
 
 
 def _stopped(reconciler: Reconciler, address: str, what: What, why: str) -> None:

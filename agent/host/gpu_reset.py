@@ -130,6 +130,8 @@ class Reset(Struct):
     """Called for each GPU before it is reset. Raises AgentError if it must not be."""
     returned: bool = False
     """Whether the GPUs were reset, and were to be given back."""
+    together: tuple[str, ...] = ()
+    """Further GPUs without which, as the tool has said, it resets none."""
 
     @property
     def addresses(self) -> list[str]:
@@ -271,6 +273,7 @@ class Reset(Struct):
 
     def _refused(self, refusal: Refusal) -> Ending:
         lines = [f"{self.names} could not be reset: {refusal.why}"]
+        self.together = refusal.together
         if refusal.together:
             every = " ".join(sorted({*self.addresses, *refusal.together}))
             lines.append(f"linked GPUs are reset together: run `unbounded-agent gpus reset {every}`")

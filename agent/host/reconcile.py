@@ -16,7 +16,7 @@ from agent.host.plan.diff import Difference, changes_left, diff, settings_pendin
 from agent.host.plan.driver_roots import without_plain
 from agent.host.plan.goal import Plan, plan, with_live
 from agent.host.plan.live_devices import Acknowledged
-from agent.host.state.gpus import record_bindings, record_fault, record_recovered
+from agent.host.state.gpus import record_current, record_fault, record_recovered
 from agent.host.state.locks import pass_lock
 from agent.host.state.records import (
     clear_report,
@@ -315,10 +315,10 @@ class Reconciler(Struct):
         """Record errors that GPUs name themselves, and their recovery. Return whether there was any, and failures."""
         changed, failures = False, []
         try:
-            if facts.gpus.attached:
-                record_bindings(self.system)
+            if facts.gpus.outdated:
+                record_current(self.system)
         except (OSError, AgentError) as error:
-            failures.append(f"cannot record which GPUs' drivers were bound again: {error}")
+            failures.append(f"cannot bring the record of GPUs up to date: {error}")
         for gpu in (gpu for vendor in facts.vendors for gpu in vendor.gpus):
             try:
                 if fault := own_fault(gpu, facts):

@@ -199,6 +199,8 @@ class GpuFacts(Struct, frozen=True):
     begun: Mapping[str, Begun] = field(default_factory=dict)
     resetting: frozenset[str] = frozenset()
     """GPUs whose reset has begun, and has not ended."""
+    outdated: bool = False
+    """Whether the record of all this still has what no longer counts, such as from before a driver was bound again."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Observed only if a machine uses Dynamic Resource Allocation."""
 

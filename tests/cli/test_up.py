@@ -266,18 +266,24 @@ def test_a_failed_check_changes_nothing(host: NodeHost, capsys: Capture) -> None
 def test_an_ignored_check_that_fails_is_a_warning(host: NodeHost, capsys: Capture) -> None:
     """Only the checks that are named, and only in `preflight`."""
 
+    notes = ""
+
     def preflight(options: str = "") -> tuple[int, str]:
+        nonlocal notes
         code = command(node_reconciler(host), f"preflight{options}", network=host.network, ask=host.ask)
-        return code, capsys.readouterr().out
+        shown, notes = capsys.readouterr()
+        return code, shown
 
     host.remove_file("/usr/bin/umoci")
     code, shown = preflight()
     assert code == 1
     assert " FAILED  programs: " in shown
-    code, shown = preflight(" --ignore programs")
+    assert "`up`" not in notes
+    code, shown = preflight(" --ignore programs --ignore disk")
     assert code == 0
     assert "warning  programs: not installed: umoci" in shown
     assert "FAILED" not in shown
+    assert "note: `up` fails until these pass: programs\n" in notes
     host.file("/etc/unbounded-agent/token", "fedcba.fedcba9876543210\n")
     assert preflight(" --ignore programs")[0] == 1, "the API server does not accept the token"
     assert preflight(" --ignore programs --ignore token")[0] == 0

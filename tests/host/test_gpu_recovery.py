@@ -44,7 +44,7 @@ from tests.fakes.command import Capture, command
 from tests.fakes.detach_site import FAST, HOLDER, Interrupted, Site
 from tests.fakes.gpu_host import MACHINE
 from tests.fakes.processes import POD_GROUP
-from tests.fakes.smi import FIRST, LINKED, SECOND, Smi
+from tests.fakes.smi import FIRST, IN_USE, LINKED, SECOND, Smi
 
 UNTESTED, NONE = ("Untested", Effect.NO_SCHEDULE), ("", Effect.NONE)
 RESET = {"policy": "reset"}
@@ -408,6 +408,33 @@ def test_a_reset_that_the_driver_no_longer_asks_for_is_not_made_for_a_test(reset
     assert site.state() == ("TestFailed", Effect.NO_SCHEDULE)
 
 
+def test_what_a_test_found_outlasts_a_worse_error_that_the_driver_withdraws(resetting: Served) -> None:
+    """Whichever came first. It was forgotten together with the worse one."""
+    site, at = resetting, time.time()
+    found = GpuFault("TestFailed", "simulated", at, Verdict.NEEDS_RESET, at, GPU_TEST)
+    reboot = GpuFault("Xid95", "simulated", at, Verdict.NEEDS_REBOOT, at)
+    for first, second in ((found, reboot), (reboot, found)):
+        assert record_fault(site.host, SECOND, first)
+        assert record_fault(site.host, SECOND, second)
+        assert observe_gpus(site.host).faults[SECOND].verdict is Verdict.NEEDS_REBOOT
+        assert record_recovered(site.host, SECOND)
+        site.agent.reconcile()
+        assert site.state() == ("TestFailed", Effect.NO_SCHEDULE)
+        run_tests([SECOND], 0.0, False, site.agent, FAST)
+        assert site.state() == NONE
+
+
+def test_a_test_that_passes_ends_no_error_but_a_tests(resetting: Served) -> None:
+    site, at = resetting, time.time()
+    for each in (
+        GpuFault("Xid48", "x", at, Verdict.NEEDS_RESET, at),
+        GpuFault("TestFailed", "x", at, Verdict.NEEDS_RESET, at, GPU_TEST),
+    ):
+        assert record_fault(site.host, SECOND, each)
+    run_tests([SECOND], 0.0, False, site.agent, FAST)
+    assert site.state() == ("Xid48", Effect.NO_SCHEDULE)
+
+
 def test_a_gpu_is_tested_after_its_reset(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """No pod gets it in between."""
     site = made(tmp_path, clock, monkeypatch, recovery=RESET)
@@ -475,7 +502,7 @@ def test_attempts_are_limited_over_restarts_and_reboots(
 ) -> None:
     site = made(tmp_path, clock, monkeypatch, gate=False, recovery={**RESET, "attempts": 2, "hours": 5})
     smi = Smi(site)
-    smi.refusal = f"{LINKED}0\n"
+    smi.refusal = IN_USE
     site.asks_for_reset()
     for _ in range(40):
         site.serve_and_work()
@@ -515,6 +542,48 @@ def test_a_gpu_whose_attempts_are_spent_is_not_taken_because_another_ones_turn_h
     ]
     assert SECOND not in observe_gpus(site.host).tainted
     assert site.granted() == (FIRST, SECOND), "its pods' containers can restart"
+
+
+def test_linked_gpus_are_reset_together_if_all_of_them_ask_for_it(resetting: Served, smi: Smi) -> None:
+    """Nothing but the tool's refusal tells which GPUs are linked. It is no attempt."""
+    site, smi.linked = resetting, True
+    site.asks_for_reset(FIRST)
+    site.asks_for_reset()
+    assert site.serve_and_work()
+    assert smi.calls.count(f"--gpu-reset -i {FIRST},{SECOND}") == 1
+    assert (nothing_left(site), site.granted(), len(resets(site))) == (True, (FIRST, SECOND), 1)
+
+
+def test_who_has_to_act_is_said_of_a_gpu_whose_linked_ones_need_no_reset(resetting: Served, smi: Smi) -> None:
+    """For as long as that is so, whatever the number of attempts; then the service goes on by itself."""
+    site, smi.linked = resetting, True
+    site.asks_for_reset()
+    for _ in range(10):
+        site.serve_and_work()
+        site.later(LATEST)
+    assert f"run `unbounded-agent gpus reset {FIRST} {SECOND}`" in site.said(ConditionType.GPUS_HEALTHY)[2]
+    assert (FIRST in site.granted(), FIRST in observe_gpus(site.host).tainted) == (True, False)
+    assert not any(each for each in smi.calls if f"-i {FIRST}" in each), "nobody has asked for that"
+    site.asks_for_reset(FIRST)
+    assert site.serve_and_work()
+    assert (nothing_left(site), site.granted()) == (True, (FIRST, SECOND))
+
+
+def test_a_reset_that_has_begun_ends_although_the_policy_is_switched_off(resetting: Served, smi: Smi) -> None:
+    """Otherwise nothing would give the GPU back."""
+    site = resetting
+    site.asks_for_reset()
+    assert site.serve()
+    smi.after = lambda call: interrupt() if "--gpu-reset" in smi.calls[-1] else None
+    with pytest.raises(Interrupted):
+        work(site.agent, FAST)
+    smi.after, Served.recovery = lambda call: None, {}
+    site.configure()
+    site.later(AGAIN)
+    assert site.serve_and_work()
+    assert (nothing_left(site), site.granted()) == (True, (FIRST, SECOND))
+    site.asks_for_reset()
+    assert not site.serve()
 
 
 def test_only_what_the_service_has_begun_is_reset(resetting: Served, smi: Smi) -> None:

@@ -87,15 +87,19 @@ def test_files_of_any_checkout_get_the_same_owner_and_modes(tmp_path: Path) -> N
     for name in ("agent", "containerfiles", "deploy", "systemd"):
         shutil.copytree(REPOSITORY / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     (checkout / "systemd/machine/.unbounded-agent-gpu.service.swp").touch()
+    (checkout / "agent/machine/.run.py.swp").touch()
+    (checkout / "agent/machine/__pycache__").mkdir()
+    (checkout / "agent/machine/__pycache__/run.cpython-311.pyc").touch()
     run("chown", "-R", "1000:1000", str(checkout))
     run("chmod", "-R", "go=", str(checkout))
     shown = f'find "${{each#*=}}" -printf "%U:%G %m %y %P\\n" >>{tmp_path}/found'
     record = f"for each; do case $each in *=/*) {shown} ;; esac; done"
     assert build(tmp_path, record, checkout=checkout).returncode == 0
     found = [line.split() for line in (tmp_path / "found").read_text().splitlines()]
-    assert {"unbounded-agent-gpu.service", "machine/run.py"} <= {name for *_, name in found}
+    # Modules, and what they read: without its kernels, no GPU could be tested.
+    assert {"unbounded-agent-gpu.service", "machine/run.py", "machine/gpu_test.ptx"} <= {name for *_, name in found}
     assert {(owner, mode, kind) for owner, mode, kind, *_ in found} == {("0:0", "755", "d"), ("0:0", "644", "f")}
-    assert not [name for *_, name in found if name.endswith(".swp")]
+    assert not [name for *_, name in found if name.endswith((".swp", ".pyc"))]
 
 
 def test_the_recipes_of_a_release_pin_what_they_are_given_no_base_for(tmp_path: Path) -> None:

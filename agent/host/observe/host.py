@@ -384,6 +384,7 @@ def observe(config: Config, system: System, devices: DeviceSource, memory: Memor
             notes.tests,
             notes.begun,
             frozenset(notes.resetting),
+            notes.outdated,
             observe_placements(config, vendors, system),
         ),
         mount_sources=observe_sources(config, system),

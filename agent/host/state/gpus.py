@@ -17,7 +17,6 @@ from agent.host.state.records import Digested, Record, Time, first_intact
 from agent.model.errors import AgentError
 from agent.model.facts import (
     GPU_TEST,
-    KERNEL_LOG,
     Absent,
     Begun,
     Broken,
@@ -57,12 +56,14 @@ class GpuNote(Struct, frozen=True, omit_defaults=True):
     device: int
     """What `_device` returned: a device that is plugged in later at this address has nothing to do with the note."""
     binding: int | None = None
-    """What `binding` returned when `lost`, `fault` or `attached` was recorded; None if the GPU had no driver. All
-    count until that changes."""
+    """What `binding` returned when `lost`, `fault`, `found` or `attached` was recorded; None if the GPU had no driver.
+    All count until that changes."""
     lost: str = ""
     """What the kernel log said about the loss."""
     fault: GpuFault | None = None
     """The worst error in the kernel log, or that the GPU itself has named; of equally bad ones, the first."""
+    found: GpuFault | None = None
+    """The worst error that a test has found. What ends the other one does not end this one."""
     taint: Taint | None = None
     attached: float = 0.0
     """When an administrator last attached the GPU, or a pass found its driver bound again. What the GPU said before
@@ -74,6 +75,15 @@ class GpuNote(Struct, frozen=True, omit_defaults=True):
     """What `binding` returned when `test` was recorded."""
     begun: Begun | None = None
 
+    @property
+    def worst(self) -> GpuFault | None:
+        """The worse of both errors; of equally bad ones, what a test has found, which is harder to end."""
+        known = [each for each in (self.found, self.fault) if each]
+        if not known:
+            return None
+        worst = max(known, key=lambda each: each.verdict.severity)
+        return replace(worst, last=max(each.last for each in known), own_word=any(each.own_word for each in known))
+
 
 class GpuNotes(Struct, frozen=True):
     """What is recorded, by PCI address."""
@@ -81,6 +91,8 @@ class GpuNotes(Struct, frozen=True):
     notes: Mapping[str, GpuNote] = field(default_factory=dict)
     problem: str = ""
     """Why the record was discarded; empty if it was not."""
+    outdated: bool = False
+    """Whether the record still has what no longer counts (`record_current`)."""
 
     @property
     def tainted(self) -> Mapping[str, Taint]:
@@ -117,7 +129,7 @@ class GpuNotes(Struct, frozen=True):
 
     @property
     def faults(self) -> Mapping[str, GpuFault]:
-        return {address: note.fault for address, note in self.notes.items() if note.fault}
+        return {address: worst for address, note in self.notes.items() if (worst := note.worst)}
 
 
 # The file is world-readable, because `plan` and `status` work as any user.
@@ -136,7 +148,8 @@ def observe_gpus(system: System) -> GpuNotes:
         advice = "run `unbounded-agent gpus detach` again for each detached GPU, and look in `dmesg` for failed ones"
         return GpuNotes(problem=f"{found.why}; discarding the record of GPUs: {advice}")
     try:
-        return GpuNotes(_current(found, system))
+        notes = _current(found, system)
+        return GpuNotes(notes, outdated=isinstance(found, dict) and notes != found)
     except OSError as error:
         raise AgentError(f"{GPUS}: {error.strerror or error}") from error
 
@@ -217,11 +230,11 @@ def record_test(
     test, bound = GpuTest(result, time.time(), machine, driver), binding(system, address)
 
     def tested(note: GpuNote) -> GpuNote:
-        over = note.fault and note.fault.source == GPU_TEST and note.fault.reason in ended
-        fault, taint = None if over else note.fault, None if note.taint and note.taint.testing else note.taint
+        found = None if note.found and note.found.reason in ended else note.found
+        taint = None if note.taint and note.taint.testing else note.taint
         # A reset that was killed goes on.
         begun = note.begun if note.resetting else None
-        return replace(note, fault=fault, taint=taint, test=test, tested_binding=bound, begun=begun)
+        return replace(note, found=found, taint=taint, test=test, tested_binding=bound, begun=begun)
 
     _change(system, address, tested)
 
@@ -259,29 +272,31 @@ def record_fault(system: System, address: str, fault: GpuFault) -> bool:
     bound = binding(system, address)
 
     def failed(note: GpuNote) -> GpuNote:
-        before, done = note.fault, note.resetting.done if note.resetting else 0.0
-        # A reset has ended what came before it, except what a test found.
-        ended = before and before.source != GPU_TEST and before.last <= done < fault.last
-        if before is None or ended:
-            return replace(note, fault=fault, binding=bound)
-        own_word = before.own_word or fault.own_word
-        if _weight(fault) > _weight(before):
-            return replace(note, fault=replace(fault, own_word=own_word), binding=bound)
-        # If only the meaning of the error is new, it counts: a reset may be enough now, in place of a reboot. But a
-        # lesser line with the same reason does not give the GPU back to pods.
-        stays = fault.verdict.fenced or not before.verdict.fenced
-        if before.reason == fault.reason and before.meaning != fault.meaning and stays:
-            since = before.since if before.verdict is fault.verdict else fault.since
-            return replace(note, fault=replace(fault, since=since, own_word=own_word))
-        again = fault.last - before.last >= REPEATED or own_word > before.own_word
-        return replace(note, fault=replace(before, last=fault.last, own_word=own_word)) if again else note
+        if fault.source == GPU_TEST:
+            return replace(note, found=_worse(note.found, fault), binding=bound)
+        done = note.resetting.done if note.resetting else 0.0
+        # A reset has ended what came before it.
+        before = None if note.fault and note.fault.last <= done < fault.last else note.fault
+        return replace(note, fault=_worse(before, fault), binding=bound)
 
     return _change(system, address, failed)
 
 
-def _weight(fault: GpuFault) -> tuple[int, bool, bool]:
-    """Of equally bad errors, the one counts that is harder to end."""
-    return fault.verdict.severity, fault.source == GPU_TEST, not fault.until_answer
+def _worse(before: GpuFault | None, fault: GpuFault) -> GpuFault:
+    """Return what to record of two errors. Of equally bad ones, the one counts that is harder to end."""
+    if before is None:
+        return fault
+    own_word = before.own_word or fault.own_word
+    if (fault.verdict.severity, not fault.until_answer) > (before.verdict.severity, not before.until_answer):
+        return replace(fault, own_word=own_word)
+    # If only the meaning of the error is new, it counts: a reset may be enough now, in place of a reboot. But a lesser
+    # line with the same reason does not give the GPU back to pods.
+    stays = fault.verdict.fenced or not before.verdict.fenced
+    if before.reason == fault.reason and before.meaning != fault.meaning and stays:
+        since = before.since if before.verdict is fault.verdict else fault.since
+        return replace(fault, since=since, own_word=own_word)
+    again = fault.last - before.last >= REPEATED or own_word > before.own_word
+    return replace(before, last=fault.last, own_word=own_word) if again else before
 
 
 def record_recovered(system: System, address: str, said: float = math.inf) -> bool:
@@ -296,13 +311,10 @@ def record_recovered(system: System, address: str, said: float = math.inf) -> bo
         fault = note.fault
         if fault is None or fault.last + REPEATED >= said:
             return note
-        # A GPU that computes wrongly may say that it is healthy, but no longer asks for a reset.
-        left = replace(fault, own_word=False) if fault.source == GPU_TEST else None
-        stays = fault.verdict not in needed and (by_driver or not fault.until_answer)
-        if left == fault or (left is None and stays):
+        if fault.verdict not in needed and (by_driver or not fault.until_answer):
             return note
         # What the GPU said before the driver's word does not count.
-        return replace(note, fault=left, attached=time.time() if by_driver else note.attached, binding=bound)
+        return replace(note, fault=None, attached=time.time() if by_driver else note.attached, binding=bound)
 
     return _change(system, address, recovered)
 
@@ -317,19 +329,17 @@ def forget_fault(system: System, address: str, until: float | None = None) -> bo
     def forgotten(note: GpuNote) -> GpuNote:
         nonlocal had_error
         fault = note.fault if note.fault and note.fault.last > end else None
-        if note.fault and not fault and until is not None and note.fault.source == GPU_TEST:
-            # That the GPU asked for a reset is done with.
-            fault = replace(note.fault, own_word=False)
-        had_error = note.fault is not None and fault is None
+        found = note.found if note.found and (until is not None or note.found.last > end) else None
+        had_error = note.worst is not None and not fault and not found
         test = note.test and replace(note.test, outdated=True)
-        return replace(note, fault=fault, attached=end, binding=bound, test=test)
+        return replace(note, fault=fault, found=found, attached=end, binding=bound, test=test)
 
     _change(system, address, forgotten)
     return had_error
 
 
-def record_bindings(system: System) -> None:
-    """Record which GPUs' drivers were bound again, and forget what counted until then."""
+def record_current(system: System) -> None:
+    """Record which GPUs' drivers were bound again, and forget what no longer counts."""
     with locked(system, GPUS_LOCK, LOCK_WAIT, "the record of GPUs is in use"):
         found = _RECORD.read_seen(GPUS, system)
         notes = _current(found, system)
@@ -363,20 +373,20 @@ def _current(found: Seen[dict[str, GpuNote]], system: System) -> dict[str, GpuNo
     current = {}
     for address, note in found.items() if isinstance(found, dict) else ():
         if _device(system, address) == note.device:
-            if (note.fault or note.lost or note.attached) and (bound := binding(system, address)) != note.binding:
-                note = replace(note, binding=bound, lost="", fault=None, attached=time.time())
+            counts = note.fault or note.found or note.lost or note.attached
+            if counts and (bound := binding(system, address)) != note.binding:
+                note = replace(note, binding=bound, lost="", fault=None, found=None, attached=time.time())
             if note.fault and _is_over(note.fault):
                 note = replace(note, fault=None)
             if note.test and not note.test.outdated and binding(system, address) != note.tested_binding:
                 note = replace(note, test=replace(note.test, outdated=True))
-            if note.lost or note.fault or note.taint or note.attached or note.test or note.begun:
+            if note != GpuNote(note.device, note.binding, tested_binding=note.tested_binding):
                 current[address] = note
     return current
 
 
 def _is_over(fault: GpuFault) -> bool:
-    degraded = fault.verdict is Verdict.DEGRADED and fault.source == KERNEL_LOG
-    return degraded and time.time() - fault.last > NORMAL + REPEATED
+    return fault.verdict is Verdict.DEGRADED and time.time() - fault.last > NORMAL + REPEATED
 
 
 def _device(system: System, address: str) -> int | None:
@@ -413,6 +423,14 @@ def count_reset(system: System, address: str, attempts: int, hours: int) -> None
     with locked(system, GPUS_LOCK, LOCK_WAIT, "the record of GPUs is in use"):
         resets = require_reset_left(system, address, attempts, hours)
         _RESETS.write(GPU_RESETS, {**resets, address: (*resets.get(address, ()), time.time())}, system)
+
+
+def forget_reset(system: System, address: str) -> None:
+    """Do not count the last reset of the GPU: the tool did not begin it."""
+    with locked(system, GPUS_LOCK, LOCK_WAIT, "the record of GPUs is in use"):
+        found = _RESETS.read_seen(GPU_RESETS, system)
+        if isinstance(found, dict) and found.get(address):
+            _RESETS.write(GPU_RESETS, {**found, address: found[address][:-1]}, system)
 
 
 def require_reset_left(system: System, address: str, attempts: int, hours: int) -> Mapping[str, tuple[float, ...]]:

@@ -154,7 +154,8 @@ def withheld(gpus: Iterable[str], facts: Facts) -> tuple[str, ...]:
 
 def fenced_gpus(gpus: Iterable[str], facts: Facts, machine: str) -> tuple[FencedGpu, ...]:
     """Return those of the machine's GPUs that no new pod should get, because of what is known of their health."""
-    present = [gpu for vendor in facts.vendors for gpu in vendor.gpus if gpu.pci_address in set(gpus)]
+    wanted = set(gpus)
+    present = [gpu for vendor in facts.vendors for gpu in vendor.gpus if gpu.pci_address in wanted]
     known = [(gpu.pci_address, health(gpu, facts, machine)) for gpu in present]
     return tuple(FencedGpu(address, each.reason) for address, each in known if each.verdict.fenced)
 
@@ -203,7 +204,8 @@ def _state(gpu: Gpu, facts: Facts, machine: str, test_gpus: bool) -> GpuStatus:
         effect = Effect.NO_EXECUTE if tainted.evict else Effect.NO_SCHEDULE
         if state is GpuState.HEALTHY:
             state, reason, since = GpuState.DRAINING, TESTING if tainted.testing else DETACHING, tainted.since
-            detaching = "an administrator ran `unbounded-agent gpus detach` or `unbounded-agent gpus reset` for it"
+            reset, detached = "it is being reset", "an administrator ran `unbounded-agent gpus detach` for it"
+            detaching = reset if gpu.pci_address in facts.gpus.resetting else detached
             message = "`unbounded-agent gpus test` is testing it" if tainted.testing else detaching
     elif test_gpus and state is GpuState.HEALTHY and is_untested(gpu, facts, machine):
         state, effect, reason = GpuState.DRAINING, Effect.NO_SCHEDULE, UNTESTED

@@ -209,7 +209,7 @@ def _without_gpu(case: Case) -> tuple[Reason, str]:
     """Return why the machine gets no GPU."""
     gpus = [gpu for vendor in case.facts.vendors for gpu in vendor.gpus]
     if detached := sorted(gpu.pci_address for gpu in gpus if gpu.detached):
-        return Reason.GPU_DETACHED, f"an administrator detached {', '.join(detached)}, and the machine has no other GPU"
+        return Reason.GPU_DETACHED, f"detached or being reset: {', '.join(detached)}; the machine has no other GPU"
     if drivers := sorted({gpu.driver or "none" for gpu in gpus}):
         found = f"(drivers: {', '.join(drivers)})"
         return Reason.NO_GPU_GRANTED, f"no GPU of this host has a driver that machines can use {found}"

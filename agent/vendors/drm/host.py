@@ -217,7 +217,7 @@ def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> C
     parts = [f"{counted(len(grant.nodes), 'node')} for {counted(len(grant.gpus), f'{vendor.title} GPU')}"]
     if grant.detached:
         reason = Reason.GPU_DETACHED
-        parts.append(f"detached by an administrator: {', '.join(grant.detached)}")
+        parts.append(f"detached or being reset: {', '.join(grant.detached)}")
     found = {node.kind for node in grant.nodes}
     parts += [f"no usable {each.path}, without which {each.use}" for each in vendor.shared if each.kind not in found]
     return true(kind, reason, "; ".join(parts))

@@ -306,7 +306,7 @@ def _devices_present(facts: VendorFacts, driver: Driver, grant: Grant) -> Condit
     incomplete = "".join(f"; {each.why}" for each in facts.incomplete if each.pci_address in grant.gpus)
     present = f"{counted(len(grant.nodes), 'node')} for {counted(len(grant.gpus), 'GPU')}{incomplete}"
     if grant.detached:
-        return true(kind, Reason.GPU_DETACHED, f"{present}; detached by an administrator: {', '.join(grant.detached)}")
+        return true(kind, Reason.GPU_DETACHED, f"{present}; detached or being reset: {', '.join(grant.detached)}")
     return true(kind, Reason.PRESENT, present)
 
 

@@ -257,6 +257,7 @@ static void read_devices(void)
 
 		file = fopen(path ? path : "/run/simulated-cuda", "re");
 		while (file && fgets(line, sizeof(line), file)) {
+			each->faults[0] = '\0';
 			if (sscanf(line, "%63s %255[^\n]", each->uuid, each->faults) < 1 || strcmp(each->uuid, name))
 				continue;
 			device_count++;

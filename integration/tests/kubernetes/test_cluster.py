@@ -338,7 +338,15 @@ def test_gpus_advertised_follows_the_device_plugin(cluster: Cluster, bed: Bed) -
 
 
 def test_the_condition_on_the_node_says_ready_or_why_not(cluster: Cluster, bed: Bed) -> None:
-    """The condition on the Node follows: all is well, nvidia-ctk fails, recovers; then the condition is withdrawn."""
+    """The condition on the Node follows: all is well, nvidia-ctk fails, recovers; then the condition is withdrawn.
+
+    The kubelet's identity writes Events about it, also about a single GPU.
+    """
+
+    def told() -> list[tuple[str, str, str]]:
+        found = cluster.get("events", "--sort-by=.lastTimestamp")["items"]
+        ours = [each for each in found if each["source"]["component"] == "unbounded-agent"]
+        return [(each["type"], each["reason"], each["message"]) for each in ours]
 
     def on_node() -> dict[str, Any]:
         conditions = cluster.get("node", MACHINE)["status"]["conditions"]
@@ -361,6 +369,14 @@ def test_the_condition_on_the_node_says_ready_or_why_not(cluster: Cluster, bed: 
     assert "nvidia-ctk" in described.partition("GPUReady")[2].partition("\n")[0]
     bed.node.run("umount", "/usr/bin/nvidia-ctk")
     cluster.wait("GPUReady is True again", is_on_node("True"))
+    raise_xid(bed, 3, XID_DOUBLE_BIT_ECC)
+    cluster.wait("an Event names the GPU", lambda: any(FOURTH in each[2] for each in told()))
+    bed.agent("gpus", "attach", FOURTH)
+    cluster.wait("an Event says that all is well", lambda: told()[-1][0] == "Normal")
+    warnings = [each for each in told() if each[0] == "Warning"]
+    assert [each[1] == "SomeGPUsUnusable" for each in warnings] == [False, True]
+    assert "nvidia-ctk" in warnings[0][2]
+    assert warnings[1][2] in cluster.kubectl("describe", "node", MACHINE).partition("Events:")[2]
     configure(bed, CONFIGURATION)
     cluster.wait("GPUReady is withdrawn", lambda: not on_node())
 

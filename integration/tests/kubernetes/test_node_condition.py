@@ -116,6 +116,29 @@ def test_condition_is_set_updated_and_removed_and_nothing_else_is_touched(
 
 
 @pytest.mark.usefixtures("nodes")
+def test_events_of_the_node_say_what_happened_to_its_gpus(
+    control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str
+) -> None:
+    """With the kubelet's identity, which may write Events, but not read them."""
+
+    def events() -> list[tuple[str, str, str, int]]:
+        found = json.loads(control_plane.kubectl("get", "events", "--sort-by=.firstTimestamp", "--output=json"))
+        ours = [each for each in found["items"] if each["source"]["component"] == "unbounded-agent"]
+        assert {each["involvedObject"]["name"] for each in ours} <= {NODE}
+        return [(each["type"], each["reason"], each["message"], each["count"]) for each in ours]
+
+    for status in (GOOD, BAD, BAD, GOOD, BAD):
+        machine.publish_status(status)
+        machine.run(kubeconfig)
+    refused = ("Warning", BAD.reason, f"GPUReady is False: {BAD.message}", 2)
+    assert events() == [refused, ("Normal", GOOD.reason, f"GPUReady is True: {GOOD.message}", 1)]
+    described = control_plane.kubectl("describe", "node", NODE).partition("Events:")[2]
+    assert f"GPUReady is False: {BAD.message}" in described
+    with pytest.raises(CommandError, match="cannot list resource"):
+        control_plane.kubectl("get", "events", user=node_user(NODE))
+
+
+@pytest.mark.usefixtures("nodes")
 def test_the_nodes_identity_may_cordon_and_uncordon_its_own_node_and_no_more(
     control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str
 ) -> None:

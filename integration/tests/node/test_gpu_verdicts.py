@@ -4,18 +4,22 @@ A pod computes on another GPU all the while. The GPUs and what is wrong with the
 and the machine are real.
 """
 
+import json
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from agent.model.contract import parse_gpu_states
 from agent.model.paths import gpu_states_file
+from integration.bed.cache import REPOSITORY
 from integration.bed.drivers import drm_gpus
 from integration.bed.machine.node import MACHINE, Pod
 from integration.bed.vm.installation import CONFIGURATION
 from integration.bed.waiting import wait
 from integration.conftest import Bed
-from integration.tests.node.test_hotplug import plug
+from integration.tests.node.test_hotplug import plug, uuid_of
 
 pytestmark = pytest.mark.scenario("002")
 
@@ -25,8 +29,10 @@ DOUBLE_BIT_ECC = 48
 XID = "/sys/module/nvidia/parameters/simulated_xid"
 HEALTH = "/proc/driver/nvidia/simulated_health"
 DRM_FAULT = "/sys/module/simulated_drm/parameters/simulated_fault"
+LIBCUDA = REPOSITORY / "integration/simulation/cuda/libcuda.c"
 AMD_PORT = 8
-BUSY_GPU = 7
+BUSY_GPU, BAD_GPU = 7, 3
+"""By their minors."""
 COUNT = (
     "exec 3<>/dev/nvidia7; n=0; while :; do n=$((n + 1)); echo $n >/tmp/count.new; mv /tmp/count.new /tmp/count; done"
 )
@@ -144,6 +150,42 @@ def test_a_gpu_that_asks_for_a_reset_itself(site: Site) -> None:
     site.fenced("the GPU asks for a reset itself", asks, GPUS[2], reason="RecoveryActionDrainAndReset", limit=900)
     reset = f"unbounded-agent gpus reset {GPUS[2]} --yes"
     site.follow("to schedulable: gpus reset", "healthy", reset, GPUS[2], limit=600)
+
+
+def simulated_libcuda(bed: Bed, faults: str, directory: Path) -> None:
+    """Simulation: let the machine's libcuda compute in C, and with these faults for one of the GPUs."""
+    library = directory / "libcuda.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, LIBCUDA, "-lm"], check=True, timeout=60)
+    root = f"/var/lib/machines/{MACHINE}/root"
+    bed.guest.write(f"{root}/libcuda.so", library.read_bytes(), 0o755)
+    lines = (f"{uuid_of(bed, minor)} {faults * (minor == BAD_GPU)}\n" for minor in range(len(GPUS)))
+    bed.guest.write(f"{root}/simulated-cuda", "".join(lines).encode())
+    listed = "ldconfig -p | awk '/libcuda.so.1 .*x86-64/ { print $NF; exit }'"
+    bed.node.shell(f"cp /root/simulated-cuda /run && mount --bind /root/libcuda.so $(readlink -f $({listed}))")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ("wrong=compute", "threads computed wrongly"),
+        ("fail=cuCtxSynchronize:214", "CUDA_ERROR_ECC_UNCORRECTABLE"),
+    ],
+)
+def test_a_gpu_that_computes_wrongly_is_fenced_until_a_test_passes(
+    site: Site, tmp_path: Path, faults: str, said: str
+) -> None:
+    """The machine's own service tests it and another GPU, on a simulated libcuda. No line in any log says that."""
+    bed, bad, sound = site.bed, GPUS[BAD_GPU], GPUS[BAD_GPU + 1]
+    simulated_libcuda(bed, faults, tmp_path)
+    test = f"unbounded-agent gpus test {bad} {sound} --json >/root/tested; test $? = 1"
+    site.fenced(f"a test finds {faults}", test, bad, reason="TestFailed", limit=600)
+    found = {each["address"]: each for each in json.loads(bed.guest.read("/root/tested"))["gpus"]}
+    assert (found[bad]["result"], found[sound]["result"]) == ("failed", "passed")
+    assert said in found[bad]["results"][0]["message"]
+    bed.node.shell(f"sed -i 's/ {faults}//' /run/simulated-cuda")
+    site.follow("to schedulable: a test passes", "healthy", f"unbounded-agent gpus test {bad}", bad, limit=600)
+    site.counts()
 
 
 @pytest.mark.exhaustive

@@ -18,10 +18,12 @@ from agent.host.state.gpus import (
     record_lost,
     record_tainted,
 )
+from agent.host.state.locks import locked
+from agent.model.conditions import ConditionType
 from agent.model.contract import Effect, GpuState, GpuStatus, parse_gpu_states
 from agent.model.errors import AgentError
 from agent.model.facts import GpuFault, Unseen, Verdict
-from agent.model.paths import GPUS, gpu_states_file, handoff_file
+from agent.model.paths import GPUS, GPUS_LOCK, gpu_states_file, handoff_file
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
@@ -100,6 +102,23 @@ def test_a_fatal_error_lasts_until_the_driver_is_bound_again_or_somebody_attache
     assert ending.sentences == (f"{FIRST} counts as healthy again: its last fatal error is forgotten",)
     assert parse_gpu_states(host.read(FILE))[FIRST].state is GpuState.HEALTHY
     assert attach(FIRST, agent).sentences == (f"{FIRST} is not detached: nothing to do",)
+
+
+def test_only_the_pass_that_finds_a_driver_bound_again_waits_for_the_record(host: Host) -> None:
+    """Each later pass did so too, for as long as the GPU was there."""
+    assert record_fault(host, FIRST, XID48)
+    bind(host, FIRST)
+    states(host)
+    with locked(host, GPUS_LOCK, 0.0, "simulated"):
+        assert reconciler(host, allocation="dra").reconcile().failures == ()
+
+
+def test_nobody_is_said_to_have_detached_a_gpu_that_is_being_reset(host: Host) -> None:
+    assert record_tainted(host, FIRST, evict=False, reset=True)
+    assert states(host)[FIRST].message == "it is being reset"
+    assert record_detached(host, FIRST, draining=False)
+    (machine,) = reconciler(host).reconcile().machines
+    assert f"detached or being reset: {FIRST}" in machine.condition(ConditionType.DEVICES_PRESENT).message
 
 
 def test_a_record_of_errors_that_cannot_be_read_is_not_an_empty_one(host: Host) -> None:
