@@ -11,9 +11,9 @@ from integration.bed.architecture import CHOSEN
 from integration.bed.cache import REPOSITORY, cache_root, cached
 from integration.bed.process import Argument, BedError, CommandError, run
 
-RELEASES = {"0.1.0": "e672934a952afe58485d021fc59fc8cc60627305"}
-"""Releases by their commits, to upgrade from. No commit can name itself: until one follows the release's tag, another
-before it stands in for it. tests/project/test_release.py says when to enter the tag's."""
+RELEASES = {"0.1.0": "52ba4d40654fcabdbdec8774e2cffcc84a53342f"}
+"""Releases by their commits, to upgrade from. No commit can name itself, so each follows its tag
+(tests/project/test_release.py)."""
 DEPENDENCIES = (
     *("python3", "python3-h2", "python3-protobuf", "python3-tomlkit", "python3-yaml"),
     *("systemd", "systemd-container", "kmod", "mount", "libgcc-s1"),
