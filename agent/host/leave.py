@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Annotated, TypeAlias
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from agent.host.apply.steps import publish_documents
 from agent.host.state.locks import locked
@@ -137,7 +137,10 @@ def _ask(machine: str, system: System, progress: Progress, task: LeaveTask, limi
     busy = f"another command waits for machine {machine}"
     with locked(system, leave_lock_file(machine), 0, busy):
         request = LeaveRequest(secrets.token_hex(8), task, limit)
-        documents, waiting = {machine: render_leave_request(request)}, _Waiting(machine, system, progress, request)
+        documents, waiting = (
+            {machine: render_leave_request(request)},
+            _Waiting(machine, system, progress, request, time.monotonic()),
+        )
         try:
             if failures := publish_documents(system, leave_file, documents, (machine,)):
                 raise CannotLeaveError("; ".join(failures))
@@ -165,7 +168,7 @@ class _Waiting(Struct):
     system: System
     progress: Progress
     request: LeaveRequest
-    asked: float = field(default_factory=time.monotonic)
+    asked: float
     heard: float = 0.0
     """When the machine last wrote another answer."""
     last: LeaveAnswer | None = None
