@@ -199,10 +199,12 @@ class _Waiting(Struct):
 
     def _refuse_silence(self, now: float, why: str) -> None:
         see = f"see `journalctl -M {self.machine} -u unbounded-agent-leave`"
+        # A machine that was drained can answer, but has just booted.
+        begin = UNCORDON_LIMIT if self.request.task is LeaveTask.UNCORDON else BEGIN
         if not self.last:
-            if now - self.asked > BEGIN:
+            if now - self.asked > begin:
                 old = "its image may have an older agent"
-                raise CannotLeaveError(f"machine {self.machine} has not answered for {BEGIN:.0f} s{why}; {old}", see)
+                raise CannotLeaveError(f"machine {self.machine} has not answered for {begin:.0f} s{why}; {old}", see)
         elif now - self.heard > SILENT:
             raise AgentError(f"machine {self.machine} has said nothing for {SILENT:.0f} s{why}", see)
         elif now - self.asked > self.request.seconds + MARGIN:

@@ -108,6 +108,15 @@ def test_a_machine_that_never_begins_is_left_as_it_was(host: Host, clock: Clock)
     assert not host.exists(leave_file(MACHINE))
 
 
+def test_a_machine_that_has_just_booted_has_longer_to_begin(host: Host, clock: Clock) -> None:
+    def late() -> None:
+        if clock.passed > BEGIN + 60:
+            says(host, answer())()
+
+    clock.meanwhile = late
+    assert uncordon(MACHINE, host, print) == ""
+
+
 class LateHost(Host):
     """A host with a machine that begins when its request is being withdrawn."""
 

@@ -67,8 +67,8 @@ def call(host: EmptyHost, names: str, text: str) -> str:
 
 
 def lost(host: EmptyHost) -> list[str]:
-    line = f'print("\\n".join(lines(what_is_lost("{MACHINE}", System(host_runner)))))'
-    return call(host, "lines, what_is_lost", line).split("\n")[:-1]
+    line = f'for each in lines(what_is_lost("{MACHINE}", System(host_runner))): print(each)'
+    return call(host, "lines, what_is_lost", line).splitlines()
 
 
 def deployment(name: str) -> dict[str, Any]:
