@@ -26,8 +26,9 @@ TAIL = 500
 INSTALL_LIMIT = 3600.0
 """Seconds for the packages' scripts: DKMS builds a module for each installed kernel."""
 FORMAT = "${Package}\t${Architecture}\t${Version}\t${source:Upstream-Version}\t${db:Status-Status}\t${db:Status-Want}\n"
-STEP = re.compile(r"(?P<step>Inst|Remv) (?P<name>\S+) (?:\[(?P<old>\S+)\] ?)?(?:\((?P<new>\S+) .*)?")
-"""A line of `apt-get --simulate`: `Inst libcuda1 [550.163.01-2] (555.42-1 Debian:13/stable [amd64]) []`."""
+STEP = re.compile(r"(?P<step>Inst|Remv|Purg) (?P<name>\S+) (?:\[(?P<old>\S+)\] ?)?(?:\((?P<new>\S+) .*)?")
+"""A line of `apt-get --simulate`: `Inst libcuda1 [550.163.01-2] (555.42-1 Debian:13/stable [amd64]) []`. With APT::Get::Purge,
+apt writes `Purg` in place of `Remv`."""
 CONTENT = re.compile(
     r"\S{10} \S+ +(?:(?P<size>[0-9]{1,15})|[0-9]+,[0-9]+) \S+ \S+ \.(?P<path>/.*?)(?: -> .*| link to .*)?$"
 )
@@ -106,15 +107,15 @@ def simulate(words: Iterable[str], system: System) -> Changes:
     """Return what `apt-get install` would do with these words. Changes nothing. Raises AgentError."""
     changes, removed = [], []
     for line in system.run("apt-get", "--simulate", "--allow-downgrades", *words, timeout=QUERY_LIMIT).splitlines():
-        if not line.startswith(("Inst ", "Remv ")):
+        if not line.startswith(("Inst ", "Remv ", "Purg ")):
             continue
         match = STEP.match(line)
         if not match or (match["step"] == "Inst" and not match["new"]):
             raise DocumentError(f"`apt-get --simulate` printed {line[:200]!a}, which is not understood")
-        if match["step"] == "Remv":
-            removed.append(match["name"])
-        else:
+        if match["step"] == "Inst":
             changes.append(Change(match["name"], match["old"], match["new"]))
+        else:
+            removed.append(match["name"])
     return Changes(tuple(sorted(changes, key=lambda each: each.name)), tuple(removed))
 
 

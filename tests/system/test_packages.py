@@ -50,10 +50,11 @@ def test_changes_and_removals(host: Host) -> None:
         "Inst libcuda1:i386 [550.163.01-2] (555.42.06-1 Debian-Security:13/stable-security [i386]) []\n"
         "Inst firmware (555.42.06-1 localhost [all])\n"
         "Remv cuda [12.4]\n"
+        "Purg old [1] [new:amd64 ]\n"
         "Conf firmware (555.42.06-1 localhost [all])\n",
     )
     assert simulate(SIMULATE[3:], host) == Changes(
-        (Change("firmware", None, "555.42.06-1"), Change("libcuda1:i386", "550.163.01-2", "555.42.06-1")), ("cuda",)
+        (Change("firmware", None, "555.42.06-1"), Change("libcuda1:i386", "550.163.01-2", "555.42.06-1")), ("cuda", "old")
     )
 
 
