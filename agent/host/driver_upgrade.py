@@ -40,6 +40,7 @@ from agent.system.packages import (
     install,
     install_files,
     installed,
+    native_architecture,
     simulate,
     upstream,
 )
@@ -265,9 +266,10 @@ class Upgrade(Struct):
 
     def _files(self, directory: str) -> list[str]:
         """Return the files of the new or the old packages."""
-        names, new = self.reconciler.system.entries(directory), directory == NEW
+        system, new = self.reconciler.system, directory == NEW
+        names, native = system.entries(directory), native_architecture(system)
         wanted = ((each.name, each.new if new else each.old) for each in self.record.changes)
-        return [f"{directory}/{file_of(name, version, names)}" for name, version in wanted if version]
+        return [f"{directory}/{file_of(name, version, names, native)}" for name, version in wanted if version]
 
     def _record(self, **changes: object) -> None:
         self.record = replace(self.record, **changes)

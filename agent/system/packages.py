@@ -74,9 +74,14 @@ def upstream(version: str) -> str:
     return plain.rpartition("-")[0] or plain
 
 
+def native_architecture(system: System) -> str:
+    """Return the host's own architecture, in Debian's words. Raises AgentError."""
+    return system.run("dpkg", "--print-architecture", timeout=QUERY_LIMIT).strip()
+
+
 def installed(system: System) -> Mapping[str, Package]:
     """Return the installed packages by name. Raises AgentError."""
-    native = system.run("dpkg", "--print-architecture", timeout=QUERY_LIMIT).strip()
+    native = native_architecture(system)
     found = {}
     for line in system.run("dpkg-query", "--show", f"--showformat={FORMAT}", timeout=QUERY_LIMIT).splitlines():
         fields = line.split("\t")
@@ -126,19 +131,20 @@ def fetch(wanted: Mapping[str, str], directory: str, system: System) -> None:
     """
     system.make_directory(directory)
     kept, partial = read_seen(system.entries, CACHE), f"{directory}/partial"
+    native = native_architecture(system)
     for name, version in wanted.items():
-        if file_of(name, version, system.entries(directory)):
+        if file_of(name, version, system.entries(directory), native):
             continue
         # Whatever kills this, only complete files get to `directory`.
         system.remove_tree(partial)
         system.make_directory(partial)
-        if isinstance(kept, tuple) and (cached := file_of(name, version, kept)):
+        if isinstance(kept, tuple) and (cached := file_of(name, version, kept, native)):
             system.run("cp", "--", f"{CACHE}/{cached}", f"{partial}/{cached}", timeout=QUERY_LIMIT)
         else:
             # apt-get downloads into its working directory.
             download = ("env", f"--chdir={partial}", "apt-get", "download", f"{name}={version}")
             system.run_tool(*download, timeout=FETCH_LIMIT)
-        file = file_of(name, version, system.entries(partial))
+        file = file_of(name, version, system.entries(partial), native)
         if not file:
             raise AgentError(f"`apt-get download {name}={version}` left no package in {partial}")
         system.sync(f"{partial}/{file}")
@@ -146,12 +152,16 @@ def fetch(wanted: Mapping[str, str], directory: str, system: System) -> None:
     system.remove_tree(partial)
 
 
-def file_of(name: str, version: str, files: Iterable[str]) -> str:
-    """Return the file of a package's version among these names; empty if there is none."""
+def file_of(name: str, version: str, files: Iterable[str], native: str) -> str:
+    """Return the file of a package's version among these names; empty if there is none.
+
+    A name without an architecture is one of the `native` architecture, or of all.
+    """
     own, _, architecture = name.partition(":")
     # apt escapes the colon after an epoch.
-    start, end = f"{own}_{version.replace(':', '%3a')}_", f"{architecture}.deb"
-    return next((each for each in files if each.startswith(start) and each.endswith(end)), "")
+    start = f"{own}_{version.replace(':', '%3a')}_"
+    wanted = {f"{start}{each}.deb" for each in ((architecture,) if architecture else (native, "all"))}
+    return next((each for each in files if each in wanted), "")
 
 
 def contents(path: str, system: System) -> dict[str, int]:
