@@ -38,9 +38,9 @@ from agent.system.packages import (
     finish_installation,
     in_words,
     install,
-    install_files,
     installed,
     native_architecture,
+    put_back,
     simulate,
     upstream,
 )
@@ -323,12 +323,11 @@ class Upgrade(Struct):
         return Ending(ready and not record.failed and runs == record.new, (*told, *self.remarks))
 
     def _install_for_next_boot(self) -> Ending:
-        record, system, progress = self.record, self.reconciler.system, self.reconciler.progress
+        record = self.record
         try:
             self._install()
         except AgentError as error:
-            progress(f"go back to driver {record.old}")
-            install_files(self._files(OLD), system, progress)
+            self._put_back()
             forget(self.reconciler.system)
             return Ending(False, (f"driver {record.new} could not be installed, {record.old} is again: {error}",))
         return Ending(True, (f"driver {record.new} is installed; `{COMMAND}` after the host's next boot checks it",))
@@ -344,8 +343,7 @@ class Upgrade(Struct):
             if goes_on:
                 self._install()
             else:
-                self.reconciler.progress(f"go back to driver {version}")
-                install_files(self._files(OLD), system, self.reconciler.progress)
+                self._put_back()
             self._load(version)
         facts = self.reconciler.preview()[0]
         driver = next(each.driver for each in facts.vendors if each.vendor == record.vendor)
@@ -357,7 +355,18 @@ class Upgrade(Struct):
     def _are_installed(self, *, new: bool) -> bool:
         have = installed(self.reconciler.system)
         wanted = {each.name: each.new if new else each.old for each in self.record.changes if new or each.old}
+        if not new and any(name in have for name in self._added()):
+            return False
         return all(name in have and have[name].complete and have[name].version == wanted[name] for name in wanted)
+
+    def _added(self) -> tuple[str, ...]:
+        """Return the packages that only the new driver needs."""
+        return tuple(each.name for each in self.record.changes if each.old is None)
+
+    def _put_back(self) -> None:
+        system, progress = self.reconciler.system, self.reconciler.progress
+        progress(f"go back to driver {self.record.old}")
+        put_back(self._files(OLD), self._added(), system, progress)
 
     def _install(self) -> None:
         system, progress, record = self.reconciler.system, self.reconciler.progress, self.record

@@ -184,9 +184,14 @@ def install(words: Iterable[str], system: System, progress: Callable[[str], None
     _run("apt-get", "--yes", "--quiet", "--no-remove", "--allow-downgrades", *options, "install", *words, system=system)
 
 
-def install_files(paths: Iterable[str], system: System, progress: Callable[[str], None]) -> None:
-    """Install packages from files, also older ones, and over an interrupted installation. Raises AgentError."""
+def put_back(paths: Iterable[str], added: Collection[str], system: System, progress: Callable[[str], None]) -> None:
+    """Install older packages from files, also over an interrupted installation. Raises AgentError.
+
+    What the newer ones `added` is removed first: it may break the older packages, which dpkg then does not configure.
+    """
     wait_for_lock(system, progress)
+    if added:
+        _run("dpkg", "--force-depends", "--force-remove-reinstreq", "--remove", *added, system=system)
     _run("dpkg", *KEEP, "--install", *paths, system=system)
 
 

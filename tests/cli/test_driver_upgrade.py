@@ -158,6 +158,18 @@ def test_it_goes_back_if_the_new_driver_is_not_usable(site: Site, capsys: Captur
     assert site.is_finished()
 
 
+def test_going_back_removes_what_the_new_driver_added(site: Site) -> None:
+    """With dpkg 1.21.22, an added package that breaks the old ones kept dpkg from configuring them."""
+    driver = site.driver
+    driver.added, driver.unloadable = "libnvidia-gpucomp1", NEW
+    driver.sources[NEW].add(driver.added)
+    assert site.upgrade() == 1
+    assert driver.changes.index(f"remove {driver.added}") < driver.changes.index(f"install {OLD} by dpkg")
+    assert driver.added not in driver.have
+    assert driver.state() == AS_BEFORE
+    assert site.is_finished()
+
+
 def test_a_machine_starts_even_if_the_old_driver_does_not_come_back(site: Site, capsys: Capture) -> None:
     site.driver.fails["modprobe -- nvidia"] = "simulated"
     assert site.upgrade() == 1

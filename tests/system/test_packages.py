@@ -54,7 +54,8 @@ def test_changes_and_removals(host: Host) -> None:
         "Conf firmware (555.42.06-1 localhost [all])\n",
     )
     assert simulate(SIMULATE[3:], host) == Changes(
-        (Change("firmware", None, "555.42.06-1"), Change("libcuda1:i386", "550.163.01-2", "555.42.06-1")), ("cuda", "old")
+        (Change("firmware", None, "555.42.06-1"), Change("libcuda1:i386", "550.163.01-2", "555.42.06-1")),
+        ("cuda", "old"),
     )
 
 
