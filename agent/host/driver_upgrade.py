@@ -43,6 +43,7 @@ from agent.system.packages import (
     put_back,
     simulate,
     upstream,
+    wait_for_lock,
 )
 from agent.system.processes import Holder, find_holders
 from agent.vendors.host_vendor import DriverPackages
@@ -262,6 +263,8 @@ class Upgrade(Struct):
         if free < needed:
             what = f"{STATE}: driver {record.new} may need {needed >> 20} MiB, but only {free >> 20} MiB are free"
             raise AgentError(what, "free up space on that file system; nothing was changed")
+        # While machines are stopped, nobody should wait for it.
+        wait_for_lock(system, progress)
         self._record(phase=Phase.NEXT_BOOT if next_boot else Phase.STOPPING)
 
     def _files(self, directory: str) -> list[str]:

@@ -27,8 +27,8 @@ INSTALL_LIMIT = 3600.0
 """Seconds for the packages' scripts: DKMS builds a module for each installed kernel."""
 FORMAT = "${Package}\t${Architecture}\t${Version}\t${source:Upstream-Version}\t${db:Status-Status}\t${db:Status-Want}\n"
 STEP = re.compile(r"(?P<step>Inst|Remv|Purg) (?P<name>\S+) (?:\[(?P<old>\S+)\] ?)?(?:\((?P<new>\S+) .*)?")
-"""A line of `apt-get --simulate`: `Inst libcuda1 [550.163.01-2] (555.42-1 Debian:13/stable [amd64]) []`. With APT::Get::Purge,
-apt writes `Purg` in place of `Remv`."""
+"""A line of `apt-get --simulate`: `Inst libcuda1 [550.163.01-2] (555.42-1 Debian:13/stable [amd64]) []`.
+With APT::Get::Purge, apt writes `Purg` in place of `Remv`."""
 CONTENT = re.compile(
     r"\S{10} \S+ +(?:(?P<size>[0-9]{1,15})|[0-9]+,[0-9]+) \S+ \S+ \.(?P<path>/.*?)(?: -> .*| link to .*)?$"
 )

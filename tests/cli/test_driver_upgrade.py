@@ -306,12 +306,24 @@ def test_the_lock_of_another_program_is_waited_for(site: Site, clock: Clock) -> 
     assert site.driver.state() == UPGRADED
 
 
+def test_no_machine_is_drained_while_somebody_keeps_the_lock(site: Site, clock: Clock) -> None:
+    inode = site.host.link_inode("/var/lib/dpkg/lock-frontend")
+    process(site.driver.tree, 4906, command=b"unattended-upgr")
+    site.host.file("/proc/locks", f"8: POSIX  ADVISORY  WRITE 4906 fe:00:{inode} 0 EOF\n")
+    clock.least = 60.0
+    with pytest.raises(AgentError, match=r"PID 4906 \(unattended-upgr\) still has the lock of apt and dpkg"):
+        site.upgrade()
+    assert site.driver.changes == FETCH
+    assert left_to_do(site.host) == ""
+
+
 def test_who_keeps_the_lock_is_named(site: Site, clock: Clock, capsys: Capture) -> None:
     inode = site.host.link_inode("/var/lib/dpkg/lock-frontend")
     process(site.driver.tree, 4906, command=b"unattended-upgr")
 
     def take(call: int) -> None:
-        site.host.file("/proc/locks", f"8: POSIX  ADVISORY  WRITE 4906 fe:00:{inode} 0 EOF\n")
+        if call > len(FETCH):
+            site.host.file("/proc/locks", f"8: POSIX  ADVISORY  WRITE 4906 fe:00:{inode} 0 EOF\n")
 
     site.driver.before, clock.least = take, 60.0
     assert site.upgrade() == 1

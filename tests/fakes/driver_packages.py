@@ -76,7 +76,7 @@ class DriverHost:
             self.after(number)
         return done
 
-    def _short(self, argv: tuple[str, ...]) -> str:
+    def _short(self, argv: tuple[str, ...]) -> str:  # noqa: C901
         match argv:
             case ("rmmod", module):
                 return f"unload {module}"
