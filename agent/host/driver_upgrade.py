@@ -19,7 +19,7 @@ from agent.host.detach import Ending, granted_to
 from agent.host.observe.machine import observe_units
 from agent.host.plan.goal import Plan
 from agent.host.reconcile import Reconciler
-from agent.host.state.locks import locked, machine_locks
+from agent.host.state.locks import detach_lock, locked, machine_locks
 from agent.host.state.records import Record
 from agent.host.vendors import HOST_VENDORS, host_vendor
 from agent.model.device import DeviceKind
@@ -195,6 +195,12 @@ class Upgrade(Struct):
         facts = self.reconciler.preview()[0]
         devices = next((each.devices for each in facts.vendors if each.vendor == self.record.vendor), ())
         return devices if isinstance(devices, tuple) else ()
+
+    def _gpus(self) -> tuple[str, ...]:
+        facts = self.reconciler.preview()[0]
+        return tuple(
+            sorted(gpu.pci_address for each in facts.vendors if each.vendor == self.record.vendor for gpu in each.gpus)
+        )
 
     def _running(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the units that run. Raises AgentError if that is unknown."""
@@ -388,10 +394,14 @@ class Upgrade(Struct):
     def _free(self) -> None:
         """Stop what uses the driver, and unload its modules. Raises InUseError."""
         try:
-            if held := self.foreign_holders():
-                raise AgentError("; ".join(held), "end this first")
-            self._stop()
-            self._unload()
+            with ExitStack() as locks:
+                # A reset or a test of a GPU may have no node open at the moment.
+                for address in self._gpus():
+                    locks.enter_context(detach_lock(self.reconciler.system, address))
+                if held := self.foreign_holders():
+                    raise AgentError("; ".join(held), "end this first")
+                self._stop()
+                self._unload()
         except (AgentError, OSError) as error:
             raise InUseError(f"the driver is in use: {error}", f"then `{COMMAND}` again") from error
 

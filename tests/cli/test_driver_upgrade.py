@@ -7,6 +7,7 @@ import pytest
 
 from agent.cli.doctor.host import faults_in_brief
 from agent.host.driver_upgrade import left_to_do
+from agent.host.state.locks import detach_lock
 from agent.model.errors import AgentError
 from agent.model.paths import DRIVER_PACKAGES, DRIVER_UPGRADE
 from tests.fakes.clock import Clock
@@ -275,6 +276,18 @@ def test_it_does_not_go_back_because_the_driver_is_in_use(site: Site) -> None:
     site.driver.fails.clear()
     assert site.upgrade() == 0
     assert site.driver.state() == UPGRADED
+
+
+def test_nothing_is_stopped_while_a_gpu_is_reset(site: Site, capsys: Capture) -> None:
+    """Between the steps of a reset, no process has the GPU open."""
+    with detach_lock(site.host, "0000:01:00.0"):
+        assert site.upgrade() == 1
+    assert (
+        "another `gpus detach`, `gpus reset` or `gpus test` of 0000:01:00.0 is still running" in capsys.readouterr().out
+    )
+    assert site.driver.changes == FETCH
+    assert site.driver.state() == AS_BEFORE
+    assert site.is_finished()
 
 
 def test_a_full_disk_leaves_no_machine_stopped(site: Site) -> None:
