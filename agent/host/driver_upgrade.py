@@ -19,7 +19,7 @@ from agent.host.detach import Ending, granted_to
 from agent.host.observe.machine import observe_units
 from agent.host.plan.goal import Plan
 from agent.host.reconcile import Reconciler
-from agent.host.state.locks import locked, machine_locks
+from agent.host.state.locks import detach_lock, locked, machine_locks
 from agent.host.state.records import Record
 from agent.host.vendors import HOST_VENDORS, host_vendor
 from agent.model.device import DeviceKind
@@ -38,10 +38,12 @@ from agent.system.packages import (
     finish_installation,
     in_words,
     install,
-    install_files,
     installed,
+    native_architecture,
+    put_back,
     simulate,
     upstream,
+    wait_for_lock,
 )
 from agent.system.processes import Holder, find_holders
 from agent.vendors.host_vendor import DriverPackages
@@ -194,6 +196,12 @@ class Upgrade(Struct):
         devices = next((each.devices for each in facts.vendors if each.vendor == self.record.vendor), ())
         return devices if isinstance(devices, tuple) else ()
 
+    def _gpus(self) -> tuple[str, ...]:
+        facts = self.reconciler.preview()[0]
+        return tuple(
+            sorted(gpu.pci_address for each in facts.vendors if each.vendor == self.record.vendor for gpu in each.gpus)
+        )
+
     def _running(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the units that run. Raises AgentError if that is unknown."""
         wanted = tuple(names)
@@ -261,13 +269,16 @@ class Upgrade(Struct):
         if free < needed:
             what = f"{STATE}: driver {record.new} may need {needed >> 20} MiB, but only {free >> 20} MiB are free"
             raise AgentError(what, "free up space on that file system; nothing was changed")
+        # While machines are stopped, nobody should wait for it.
+        wait_for_lock(system, progress)
         self._record(phase=Phase.NEXT_BOOT if next_boot else Phase.STOPPING)
 
     def _files(self, directory: str) -> list[str]:
         """Return the files of the new or the old packages."""
-        names, new = self.reconciler.system.entries(directory), directory == NEW
+        system, new = self.reconciler.system, directory == NEW
+        names, native = system.entries(directory), native_architecture(system)
         wanted = ((each.name, each.new if new else each.old) for each in self.record.changes)
-        return [f"{directory}/{file_of(name, version, names)}" for name, version in wanted if version]
+        return [f"{directory}/{file_of(name, version, names, native)}" for name, version in wanted if version]
 
     def _record(self, **changes: object) -> None:
         self.record = replace(self.record, **changes)
@@ -321,12 +332,11 @@ class Upgrade(Struct):
         return Ending(ready and not record.failed and runs == record.new, (*told, *self.remarks))
 
     def _install_for_next_boot(self) -> Ending:
-        record, system, progress = self.record, self.reconciler.system, self.reconciler.progress
+        record = self.record
         try:
             self._install()
         except AgentError as error:
-            progress(f"go back to driver {record.old}")
-            install_files(self._files(OLD), system, progress)
+            self._put_back()
             forget(self.reconciler.system)
             return Ending(False, (f"driver {record.new} could not be installed, {record.old} is again: {error}",))
         return Ending(True, (f"driver {record.new} is installed; `{COMMAND}` after the host's next boot checks it",))
@@ -342,8 +352,7 @@ class Upgrade(Struct):
             if goes_on:
                 self._install()
             else:
-                self.reconciler.progress(f"go back to driver {version}")
-                install_files(self._files(OLD), system, self.reconciler.progress)
+                self._put_back()
             self._load(version)
         facts = self.reconciler.preview()[0]
         driver = next(each.driver for each in facts.vendors if each.vendor == record.vendor)
@@ -355,7 +364,18 @@ class Upgrade(Struct):
     def _are_installed(self, *, new: bool) -> bool:
         have = installed(self.reconciler.system)
         wanted = {each.name: each.new if new else each.old for each in self.record.changes if new or each.old}
+        if not new and any(name in have for name in self._added()):
+            return False
         return all(name in have and have[name].complete and have[name].version == wanted[name] for name in wanted)
+
+    def _added(self) -> tuple[str, ...]:
+        """Return the packages that only the new driver needs."""
+        return tuple(each.name for each in self.record.changes if each.old is None)
+
+    def _put_back(self) -> None:
+        system, progress = self.reconciler.system, self.reconciler.progress
+        progress(f"go back to driver {self.record.old}")
+        put_back(self._files(OLD), self._added(), system, progress)
 
     def _install(self) -> None:
         system, progress, record = self.reconciler.system, self.reconciler.progress, self.record
@@ -374,10 +394,14 @@ class Upgrade(Struct):
     def _free(self) -> None:
         """Stop what uses the driver, and unload its modules. Raises InUseError."""
         try:
-            if held := self.foreign_holders():
-                raise AgentError("; ".join(held), "end this first")
-            self._stop()
-            self._unload()
+            with ExitStack() as locks:
+                # A reset or a test of a GPU may have no node open at the moment.
+                for address in self._gpus():
+                    locks.enter_context(detach_lock(self.reconciler.system, address))
+                if held := self.foreign_holders():
+                    raise AgentError("; ".join(held), "end this first")
+                self._stop()
+                self._unload()
         except (AgentError, OSError) as error:
             raise InUseError(f"the driver is in use: {error}", f"then `{COMMAND}` again") from error
 

@@ -26,8 +26,9 @@ TAIL = 500
 INSTALL_LIMIT = 3600.0
 """Seconds for the packages' scripts: DKMS builds a module for each installed kernel."""
 FORMAT = "${Package}\t${Architecture}\t${Version}\t${source:Upstream-Version}\t${db:Status-Status}\t${db:Status-Want}\n"
-STEP = re.compile(r"(?P<step>Inst|Remv) (?P<name>\S+) (?:\[(?P<old>\S+)\] ?)?(?:\((?P<new>\S+) .*)?")
-"""A line of `apt-get --simulate`: `Inst libcuda1 [550.163.01-2] (555.42-1 Debian:13/stable [amd64]) []`."""
+STEP = re.compile(r"(?P<step>Inst|Remv|Purg) (?P<name>\S+) (?:\[(?P<old>\S+)\] ?)?(?:\((?P<new>\S+) .*)?")
+"""A line of `apt-get --simulate`: `Inst libcuda1 [550.163.01-2] (555.42-1 Debian:13/stable [amd64]) []`.
+With APT::Get::Purge, apt writes `Purg` in place of `Remv`."""
 CONTENT = re.compile(
     r"\S{10} \S+ +(?:(?P<size>[0-9]{1,15})|[0-9]+,[0-9]+) \S+ \S+ \.(?P<path>/.*?)(?: -> .*| link to .*)?$"
 )
@@ -73,9 +74,14 @@ def upstream(version: str) -> str:
     return plain.rpartition("-")[0] or plain
 
 
+def native_architecture(system: System) -> str:
+    """Return the host's own architecture, in Debian's words. Raises AgentError."""
+    return system.run("dpkg", "--print-architecture", timeout=QUERY_LIMIT).strip()
+
+
 def installed(system: System) -> Mapping[str, Package]:
     """Return the installed packages by name. Raises AgentError."""
-    native = system.run("dpkg", "--print-architecture", timeout=QUERY_LIMIT).strip()
+    native = native_architecture(system)
     found = {}
     for line in system.run("dpkg-query", "--show", f"--showformat={FORMAT}", timeout=QUERY_LIMIT).splitlines():
         fields = line.split("\t")
@@ -106,15 +112,15 @@ def simulate(words: Iterable[str], system: System) -> Changes:
     """Return what `apt-get install` would do with these words. Changes nothing. Raises AgentError."""
     changes, removed = [], []
     for line in system.run("apt-get", "--simulate", "--allow-downgrades", *words, timeout=QUERY_LIMIT).splitlines():
-        if not line.startswith(("Inst ", "Remv ")):
+        if not line.startswith(("Inst ", "Remv ", "Purg ")):
             continue
         match = STEP.match(line)
         if not match or (match["step"] == "Inst" and not match["new"]):
             raise DocumentError(f"`apt-get --simulate` printed {line[:200]!a}, which is not understood")
-        if match["step"] == "Remv":
-            removed.append(match["name"])
-        else:
+        if match["step"] == "Inst":
             changes.append(Change(match["name"], match["old"], match["new"]))
+        else:
+            removed.append(match["name"])
     return Changes(tuple(sorted(changes, key=lambda each: each.name)), tuple(removed))
 
 
@@ -125,19 +131,20 @@ def fetch(wanted: Mapping[str, str], directory: str, system: System) -> None:
     """
     system.make_directory(directory)
     kept, partial = read_seen(system.entries, CACHE), f"{directory}/partial"
+    native = native_architecture(system)
     for name, version in wanted.items():
-        if file_of(name, version, system.entries(directory)):
+        if file_of(name, version, system.entries(directory), native):
             continue
         # Whatever kills this, only complete files get to `directory`.
         system.remove_tree(partial)
         system.make_directory(partial)
-        if isinstance(kept, tuple) and (cached := file_of(name, version, kept)):
+        if isinstance(kept, tuple) and (cached := file_of(name, version, kept, native)):
             system.run("cp", "--", f"{CACHE}/{cached}", f"{partial}/{cached}", timeout=QUERY_LIMIT)
         else:
             # apt-get downloads into its working directory.
             download = ("env", f"--chdir={partial}", "apt-get", "download", f"{name}={version}")
             system.run_tool(*download, timeout=FETCH_LIMIT)
-        file = file_of(name, version, system.entries(partial))
+        file = file_of(name, version, system.entries(partial), native)
         if not file:
             raise AgentError(f"`apt-get download {name}={version}` left no package in {partial}")
         system.sync(f"{partial}/{file}")
@@ -145,12 +152,16 @@ def fetch(wanted: Mapping[str, str], directory: str, system: System) -> None:
     system.remove_tree(partial)
 
 
-def file_of(name: str, version: str, files: Iterable[str]) -> str:
-    """Return the file of a package's version among these names; empty if there is none."""
+def file_of(name: str, version: str, files: Iterable[str], native: str) -> str:
+    """Return the file of a package's version among these names; empty if there is none.
+
+    A name without an architecture is one of the `native` architecture, or of all.
+    """
     own, _, architecture = name.partition(":")
     # apt escapes the colon after an epoch.
-    start, end = f"{own}_{version.replace(':', '%3a')}_", f"{architecture}.deb"
-    return next((each for each in files if each.startswith(start) and each.endswith(end)), "")
+    start = f"{own}_{version.replace(':', '%3a')}_"
+    wanted = {f"{start}{each}.deb" for each in ((architecture,) if architecture else (native, "all"))}
+    return next((each for each in files if each in wanted), "")
 
 
 def contents(path: str, system: System) -> dict[str, int]:
@@ -173,9 +184,14 @@ def install(words: Iterable[str], system: System, progress: Callable[[str], None
     _run("apt-get", "--yes", "--quiet", "--no-remove", "--allow-downgrades", *options, "install", *words, system=system)
 
 
-def install_files(paths: Iterable[str], system: System, progress: Callable[[str], None]) -> None:
-    """Install packages from files, also older ones, and over an interrupted installation. Raises AgentError."""
+def put_back(paths: Iterable[str], added: Collection[str], system: System, progress: Callable[[str], None]) -> None:
+    """Install older packages from files, also over an interrupted installation. Raises AgentError.
+
+    What the newer ones `added` is removed first: it may break the older packages, which dpkg then does not configure.
+    """
     wait_for_lock(system, progress)
+    if added:
+        _run("dpkg", "--force-depends", "--force-remove-reinstreq", "--remove", *added, system=system)
     _run("dpkg", *KEEP, "--install", *paths, system=system)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from agent.cli.doctor.host import faults_in_brief
 from agent.host.driver_upgrade import left_to_do
+from agent.host.state.locks import detach_lock
 from agent.model.errors import AgentError
 from agent.model.paths import DRIVER_PACKAGES, DRIVER_UPGRADE
 from tests.fakes.clock import Clock
@@ -158,6 +159,18 @@ def test_it_goes_back_if_the_new_driver_is_not_usable(site: Site, capsys: Captur
     assert site.is_finished()
 
 
+def test_going_back_removes_what_the_new_driver_added(site: Site) -> None:
+    """With dpkg 1.21.22, an added package that breaks the old ones kept dpkg from configuring them."""
+    driver = site.driver
+    driver.added, driver.unloadable = "libnvidia-gpucomp1", NEW
+    driver.sources[NEW].add(driver.added)
+    assert site.upgrade() == 1
+    assert driver.changes.index(f"remove {driver.added}") < driver.changes.index(f"install {OLD} by dpkg")
+    assert driver.added not in driver.have
+    assert driver.state() == AS_BEFORE
+    assert site.is_finished()
+
+
 def test_a_machine_starts_even_if_the_old_driver_does_not_come_back(site: Site, capsys: Capture) -> None:
     site.driver.fails["modprobe -- nvidia"] = "simulated"
     assert site.upgrade() == 1
@@ -265,6 +278,18 @@ def test_it_does_not_go_back_because_the_driver_is_in_use(site: Site) -> None:
     assert site.driver.state() == UPGRADED
 
 
+def test_nothing_is_stopped_while_a_gpu_is_reset(site: Site, capsys: Capture) -> None:
+    """Between the steps of a reset, no process has the GPU open."""
+    with detach_lock(site.host, "0000:01:00.0"):
+        assert site.upgrade() == 1
+    assert (
+        "another `gpus detach`, `gpus reset` or `gpus test` of 0000:01:00.0 is still running" in capsys.readouterr().out
+    )
+    assert site.driver.changes == FETCH
+    assert site.driver.state() == AS_BEFORE
+    assert site.is_finished()
+
+
 def test_a_full_disk_leaves_no_machine_stopped(site: Site) -> None:
     def fill(call: int) -> None:
         if site.driver.changes[-1] == f"stop {UNITS[1]}":
@@ -294,12 +319,24 @@ def test_the_lock_of_another_program_is_waited_for(site: Site, clock: Clock) -> 
     assert site.driver.state() == UPGRADED
 
 
+def test_no_machine_is_drained_while_somebody_keeps_the_lock(site: Site, clock: Clock) -> None:
+    inode = site.host.link_inode("/var/lib/dpkg/lock-frontend")
+    process(site.driver.tree, 4906, command=b"unattended-upgr")
+    site.host.file("/proc/locks", f"8: POSIX  ADVISORY  WRITE 4906 fe:00:{inode} 0 EOF\n")
+    clock.least = 60.0
+    with pytest.raises(AgentError, match=r"PID 4906 \(unattended-upgr\) still has the lock of apt and dpkg"):
+        site.upgrade()
+    assert site.driver.changes == FETCH
+    assert left_to_do(site.host) == ""
+
+
 def test_who_keeps_the_lock_is_named(site: Site, clock: Clock, capsys: Capture) -> None:
     inode = site.host.link_inode("/var/lib/dpkg/lock-frontend")
     process(site.driver.tree, 4906, command=b"unattended-upgr")
 
     def take(call: int) -> None:
-        site.host.file("/proc/locks", f"8: POSIX  ADVISORY  WRITE 4906 fe:00:{inode} 0 EOF\n")
+        if call > len(FETCH):
+            site.host.file("/proc/locks", f"8: POSIX  ADVISORY  WRITE 4906 fe:00:{inode} 0 EOF\n")
 
     site.driver.before, clock.least = take, 60.0
     assert site.upgrade() == 1

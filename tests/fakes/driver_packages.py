@@ -33,6 +33,8 @@ class DriverHost:
         self.have = {name: (OLD, "installed") for name in (LIBRARIES, MODULES, DAEMON)}
         self.sources = {OLD: {LIBRARIES, MODULES, DAEMON}, NEW: {LIBRARIES, MODULES, DAEMON}}
         """Which packages the package sources have, by version."""
+        self.added = ""
+        """A package that only the new driver needs, and that breaks the old one."""
         self.held: set[str] = set()
         self.removes: list[str] = []
         """Packages that apt would remove."""
@@ -74,7 +76,7 @@ class DriverHost:
             self.after(number)
         return done
 
-    def _short(self, argv: tuple[str, ...]) -> str:
+    def _short(self, argv: tuple[str, ...]) -> str:  # noqa: C901
         match argv:
             case ("rmmod", module):
                 return f"unload {module}"
@@ -92,6 +94,8 @@ class DriverHost:
                 return f"install {self._versions(argv)} by dpkg"
             case ("dpkg", *_, "--pending"):
                 return "configure"
+            case ("dpkg", *_, "--remove", package):
+                return f"remove {package}"
             case ("kubectl", _, "drain" | "uncordon" | "cordon" as verb, *_):
                 return verb
             case _:
@@ -132,8 +136,12 @@ class DriverHost:
                 version = self._versions([path])
                 files = [each.format(version) for each in self.contents[version]] if LIBRARIES in path else ["x"]
                 printed = "".join(f"-rw-r--r-- root/root 9 2025-01-01 00:00 ./usr/lib/{each}\n" for each in files)
+            case ("dpkg", *_, "--install", _, _, _) if self.added in self.have:
+                return Completed(1, b"", f"dpkg: {self.added} breaks {LIBRARIES} and is installed\n".encode())
             case ("apt-get", "--yes", *_) | ("dpkg", *_, "--install", _, _, _):
                 self._install(self._versions(argv))
+            case ("dpkg", *_, "--remove", package):
+                self.have.pop(package, None)
             case ("dpkg", *_, "--pending"):
                 self.have = {name: (version, "installed") for name, (version, _) in self.have.items()}
             case ("modinfo", "--field=version", "nvidia"):
@@ -177,11 +185,15 @@ class DriverHost:
         lines = [
             f"Inst {name} [{self.have[name][0]}-1] ({version}-1 localhost [amd64])\n"
             for name, version in exact.items()
-            if version != self.have[name][0]
+            if name != self.added and version != self.have[name][0]
         ]
+        if self.added and self.added not in self.have:
+            lines.append(f"Inst {self.added} ({NEW}-1 localhost [amd64])\n")
         return "Reading package lists...\n" + "".join(lines + [f"Remv {name} [1]\n" for name in self.removes])
 
     def _install(self, version: str) -> None:
+        if self.added and version == NEW:
+            self.have[self.added] = (NEW, "installed")
         for name in self.have:
             if name in self.sources.get(version, ()):
                 self.have[name] = (version, "installed")

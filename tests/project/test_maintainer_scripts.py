@@ -85,9 +85,16 @@ def test_an_upgrade_stops_nothing_and_restarts_what_runs(
         ("postrm", "upgrade", "1.1"),
     ):
         assert invoked(scripts, tmp_path, package, script, *arguments) == [], (script, *arguments)
-    ((action, *units),) = invoked(scripts, tmp_path, package, "postinst", "configure", "1.0")
+    (action, *units), *_ = invoked(scripts, tmp_path, package, "postinst", "configure", "1.0")
     assert action == "try-restart"
     assert unit in units
+
+
+@pytest.mark.processes
+def test_an_upgraded_machine_can_drain_its_node_before_it_boots_again(scripts: Path, tmp_path: Path) -> None:
+    """A release without this unit ran, so there is nothing to restart."""
+    _, *further = invoked(scripts, tmp_path, MACHINE, "postinst", "configure", "1.0")
+    assert further == [["start", "unbounded-agent-leave.path"]]
 
 
 @pytest.mark.processes

@@ -50,10 +50,12 @@ def test_changes_and_removals(host: Host) -> None:
         "Inst libcuda1:i386 [550.163.01-2] (555.42.06-1 Debian-Security:13/stable-security [i386]) []\n"
         "Inst firmware (555.42.06-1 localhost [all])\n"
         "Remv cuda [12.4]\n"
+        "Purg old [1] [new:amd64 ]\n"
         "Conf firmware (555.42.06-1 localhost [all])\n",
     )
     assert simulate(SIMULATE[3:], host) == Changes(
-        (Change("firmware", None, "555.42.06-1"), Change("libcuda1:i386", "550.163.01-2", "555.42.06-1")), ("cuda",)
+        (Change("firmware", None, "555.42.06-1"), Change("libcuda1:i386", "550.163.01-2", "555.42.06-1")),
+        ("cuda", "old"),
     )
 
 
@@ -95,10 +97,20 @@ def test_versions_of_package_sources(host: Host) -> None:
 
 
 def test_the_file_of_a_version() -> None:
-    files = ("a_1%3a2-3_amd64.deb", "a_1%3a2-3_i386.deb", "a-b_1_all.deb")
-    assert file_of("a", "1:2-3", files) == "a_1%3a2-3_amd64.deb"
-    assert file_of("a:i386", "1:2-3", files) == "a_1%3a2-3_i386.deb"
-    assert file_of("a", "1", files) == ""
+    files = ("a_1%3a2-3_i386.deb", "a_1%3a2-3_amd64.deb", "a-b_1_all.deb")
+    assert file_of("a", "1:2-3", files, "amd64") == "a_1%3a2-3_amd64.deb"
+    assert file_of("a:i386", "1:2-3", files, "amd64") == "a_1%3a2-3_i386.deb"
+    assert file_of("a-b", "1", files, "amd64") == "a-b_1_all.deb"
+    assert file_of("a", "1", files, "amd64") == ""
+
+
+def test_a_file_of_another_architecture_is_not_that_of_the_package(host: Host) -> None:
+    """apt's cache has only the 32-bit libraries of the old driver."""
+    host.command("dpkg", "--print-architecture", stdout="amd64\n")
+    host.file("/var/cache/apt/archives/a_1_i386.deb")
+    host.command(*("env", "--chdir=/packages/partial", "apt-get", "download", "a=1"), stderr="E: none\n", status=100)
+    with pytest.raises(AgentError, match="E: none"):
+        fetch({"a": "1"}, "/packages", host)
 
 
 def test_what_a_package_has(host: Host) -> None:
@@ -122,6 +134,7 @@ def test_what_a_package_has(host: Host) -> None:
 
 def test_only_complete_files_are_kept(host: Host) -> None:
     """What a killed download left is downloaded again."""
+    host.command("dpkg", "--print-architecture", stdout="amd64\n")
     host.file("/packages/partial/a_1_amd64.deb", "half")
     download = ("env", "--chdir=/packages/partial", "apt-get", "download", "a=1")
     host.command(*download, stderr="E: Version '1' for 'a' was not found\n", status=100)

@@ -18,9 +18,11 @@ LIMIT = 590.0
 COMMAND = "unbounded-agent driver upgrade"
 HOLD = f"""
 import fcntl, os, time
+while not os.path.exists("{DRIVER_UPGRADE}"):
+    time.sleep(0.1)
 with open("/var/lib/dpkg/lock-frontend", "w") as lock:
     fcntl.lockf(lock, fcntl.LOCK_EX)
-    while not os.path.exists("{DRIVER_UPGRADE}") or "install the new" not in open("{DRIVER_UPGRADE}").read():
+    while "install the new" not in open("{DRIVER_UPGRADE}").read():
         time.sleep(1)
     time.sleep(20)
 """
