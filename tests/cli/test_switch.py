@@ -1,7 +1,9 @@
 """`switch`: a node gets another root file system, and the former one again if that is not ready."""
 
+import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,7 @@ from agent.model.paths import (
     switch_record,
     token_file,
 )
+from agent.system.process import Completed
 from tests.fakes.clock import Clock
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, UNITS
@@ -358,3 +361,83 @@ def test_reset_removes_all_root_file_systems(host: NodeHost) -> None:
     assert host.entries(MACHINE_ROOTS) == ()
     assert not host.exists(nspawn_file(CANDIDATE))
     assert not host.exists(f"{SWITCHES}/{MACHINE}")
+
+
+def test_wherever_the_way_back_is_cut_the_former_root_file_system_serves(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the roots have changed places again, and the node's record has not followed."""
+    real, seen, cut_at = os.rename, list[str](), [-1]
+
+    def rename(old: str, new: str, **options: int | None) -> None:
+        if any(f"{place}/" in new for place in (MACHINE_ROOTS, SWITCHES, NODES)):
+            seen.append(new)
+            if len(seen) == cut_at[0]:
+                raise KilledError
+        real(old, new, **options)
+
+    monkeypatch.setattr(os, "rename", rename)
+    number, cuts = 9, 0
+    while True:
+        number += 1
+        cut_at[0], host = -1, made(tmp_path / f"host-{number}", clock)
+        host.sick = partial(serves_new, host)
+        seen.clear()
+        cut_at[0] = number
+        try:
+            assert switch(host) == 1
+            break
+        except KilledError:
+            cut_at[0], cuts = -1, cuts + 1
+        work(node_reconciler(host), host.network)
+        assert_consistent(host)
+        assert host.is_running()
+        assert not is_new(host)
+    assert cuts > 6
+
+
+def serves_new(host: NodeHost, root: str) -> bool:
+    return root == ROOT and is_new(host)
+
+
+def test_a_full_disk_does_not_keep_the_machine_down(host: NodeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record can be written from the moment on when the machine has stopped."""
+    real, full = os.rename, [False]
+
+    def rename(old: str, new: str, **options: int | None) -> None:
+        if full[0] and any(f"{place}/" in new for place in (SWITCHES, NODES)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), new)
+        real(old, new, **options)
+
+    def look(argv: tuple[str, ...]) -> None:
+        full[0] = full[0] or argv == ("systemctl", "stop", UNITS[0])
+
+    monkeypatch.setattr(os, "rename", rename)
+    host.tools.before = look
+    assert switch(host) == 1
+    assert host.bus.properties[host.bus.units[UNITS[0]], "org.freedesktop.systemd1.Unit", "ActiveState"][1] == "active"
+    assert not is_new(host)
+    host.tools.before, full[0] = lambda argv: None, False
+    work(node_reconciler(host), host.network)
+    assert_consistent(host)
+    assert state(host) == "failed"
+
+
+def test_files_that_are_needed_are_not_removed_after_a_way_back_that_failed(host: NodeHost) -> None:
+    """The machine did not stop, so the former root file system is still aside, with files that only it has."""
+    host.sick = partial(serves_new, host)
+    stop = ("systemctl", "stop", UNITS[0])
+
+    def look(argv: tuple[str, ...]) -> None:
+        if argv == stop and stop in host.runner.calls:
+            host.runner.answers[stop] = Completed(1, b"", b"it does not stop")
+
+    host.tools.before = look
+    assert switch(host, "--give-up /srv") == 1
+    assert is_new(host), "going back has failed"
+    host.tools.before, host.sick = lambda argv: None, lambda root: False
+    del host.runner.answers[stop]
+    former = host.link_inode(OTHER)
+    with pytest.raises(AgentError, match="has files that the present one lacks"):
+        switch(host, kubelet={"node_ip": "192.0.2.10", "labels": {"other": "yes"}})
+    assert host.link_inode(OTHER) == former
