@@ -11,7 +11,7 @@ from agent.config.settings import Config
 from agent.host.apply.steps import apply
 from agent.host.joining import Watch
 from agent.host.provision.apply import performers
-from agent.host.provision.node_files import NodeRecord, root_record
+from agent.host.provision.node_files import NodeRecord, is_others_candidate, root_record
 from agent.host.provision.plan import (
     ExchangeRoots,
     ForgetCandidate,
@@ -115,7 +115,8 @@ class Switching(Struct, frozen=True):
 
     def hold_back(self) -> None:
         """Stop the candidate. Its root file system waits for its turn."""
-        self._run(StopMachine(candidate_of(self.name)), PutAside(self.name), ForgetCandidate(self.name))
+        if not is_others_candidate(self.name, self._system):
+            self._run(StopMachine(candidate_of(self.name)), PutAside(self.name), ForgetCandidate(self.name))
 
     def give_up(self, why: str) -> None:
         """Stop the candidate, and record why the machine serves on as before."""

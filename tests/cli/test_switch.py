@@ -441,3 +441,24 @@ def test_files_that_are_needed_are_not_removed_after_a_way_back_that_failed(host
     with pytest.raises(AgentError, match="has files that the present one lacks"):
         switch(host, kubelet={"node_ip": "192.0.2.10", "labels": {"other": "yes"}})
     assert host.link_inode(OTHER) == former
+
+
+@pytest.mark.parametrize("command_line", ["reset", "switch"])
+def test_a_machine_that_later_got_the_name_of_a_candidate_is_left_alone(host: NodeHost, command_line: str) -> None:
+    """The record of the last candidate is still there. Its root file system is the machine's now."""
+    assert switch(host) == 0
+    host.file(f"{machine_root(CANDIDATE)}/etc/kept", "text")
+    host.file(f"{identity_directory(CANDIDATE)}/kubelet-client-current.pem", "certificate")
+    if command_line == "switch":
+        found = RECORDS.read(switch_record(MACHINE), host)
+        assert found
+        RECORDS.write(switch_record(MACHINE), Switch("trying", found.image, found.since), host)
+    host.runner.calls.clear()
+    if command_line == "reset":
+        assert command(node_reconciler(host), "reset", MACHINE, network=host.network) == 0
+    else:
+        work(node_reconciler(host), host.network)
+        assert state(host) == "failed"
+    assert ("systemctl", "stop", machine_unit(CANDIDATE)) not in host.runner.calls
+    assert host.exists(f"{machine_root(CANDIDATE)}/etc/kept")
+    assert host.exists(f"{identity_directory(CANDIDATE)}/kubelet-client-current.pem")
