@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import posixpath
 from functools import partial
 from pathlib import Path
 
@@ -323,6 +324,7 @@ def test_the_kubelet_keeps_its_certificates_even_if_they_were_in_the_root_file_s
     assert host.entries(kept) == ("kubelet-client-1.pem", "kubelet-client-current.pem")
     assert host.read_link(f"{kept}/kubelet-client-current.pem") == "kubelet-client-1.pem"
     assert host.mode(f"{kept}/kubelet-client-1.pem") == 0o600
+    assert_closed(host)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -462,3 +464,35 @@ def test_a_machine_that_later_got_the_name_of_a_candidate_is_left_alone(host: No
     assert ("systemctl", "stop", machine_unit(CANDIDATE)) not in host.runner.calls
     assert host.exists(f"{machine_root(CANDIDATE)}/etc/kept")
     assert host.exists(f"{identity_directory(CANDIDATE)}/kubelet-client-current.pem")
+
+
+def assert_closed(host: NodeHost) -> None:
+    """Whatever root in the machine makes of the directory that is bound: no user of the host comes to its programs."""
+    directory = identity_directory(MACHINE)
+    os.chmod(host.full_path(directory), 0o777)
+    assert host.mode(posixpath.dirname(directory)) == 0o700
+
+
+def test_users_of_the_host_do_not_reach_what_a_machine_puts_next_to_its_certificates(host: NodeHost) -> None:
+    assert_closed(host)
+
+
+def test_a_new_root_file_system_has_no_certificates_of_an_old_one(host: NodeHost) -> None:
+    """A rebuild was killed after it had removed the root file system, and before it removed the certificates."""
+    remove = next(number for number, argv in enumerate(rebuilt(host)) if argv[-1:] == (identity_directory(MACHINE),))
+    host.write(f"{identity_directory(MACHINE)}/kubelet-client-current.pem", b"certificate")
+    kill_at(host, (), remove + 1)
+    with pytest.raises(KilledError):
+        rebuilt(host)
+    host.tools.before = lambda argv: None
+    assert not host.exists(ROOT)
+    assert host.entries(identity_directory(MACHINE)) == ("kubelet-client-current.pem",)
+    assert command(node_reconciler(host), f"up {MACHINE}", network=host.network, ask=host.ask) == 0
+    assert host.entries(identity_directory(MACHINE)) == ()
+
+
+def rebuilt(host: NodeHost) -> list[tuple[str, ...]]:
+    """Rebuild the machine, and return which programs ran."""
+    host.runner.calls.clear()
+    assert command(node_reconciler(host), f"up {MACHINE} --rebuild", network=host.network, ask=host.ask) == 0
+    return [*host.runner.calls]

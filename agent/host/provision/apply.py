@@ -45,6 +45,7 @@ from agent.model.paths import (
     cordoned_file,
     drained_file,
     identity_directory,
+    identity_door,
     machine_root,
     machine_unit,
     other_root,
@@ -149,8 +150,10 @@ def _publish(step: plan.PublishRoot, system: System, _: Progress) -> None:
     # A switch of the root file system that this one replaces has lost its meaning.
     _put_aside(step.machine, system)
     clear((other_root(step.machine), switch_directory(step.machine)), system, REMOVE_LIMIT)
-    # The kubelet's certificates will be there from the first start on.
-    system.make_private(identity_directory(step.machine))
+    # The kubelet's certificates will be there from the first start on. Those of a root file system that is gone are not.
+    clear((identity_directory(step.machine),), system, REMOVE_LIMIT)
+    for path in (identity_door(step.machine), identity_directory(step.machine)):
+        system.make_private(path)
     record = replace(step.record, inode=inode, made=time.time(), born=system.birth(step.staged))
     NODE_RECORDS.write(record_paths(step.machine), record, system)
     system.run("sync", "--file-system", system.full_path(step.staged), timeout=SYNC_LIMIT)
@@ -256,7 +259,8 @@ def _keep_identity(machine: str, system: System) -> None:
     _require_stopped(machine, system)
     new, root = f"{kept}{PARTIAL}", system.image(machine_root(machine))
     clear((new,), system, REMOVE_LIMIT)
-    system.make_private(new)
+    for path in (identity_door(machine), new):
+        system.make_private(path)
     for name in root.some_entries(KUBELET_CERTIFICATES, CERTIFICATE_FILES):
         path = f"{KUBELET_CERTIFICATES}/{name}"
         target = root.read_link(path)
