@@ -10,6 +10,7 @@ from msgspec import Struct
 from agent.config.settings import Config
 from agent.host.apply.steps import apply
 from agent.host.joining import Watch
+from agent.host.leave import uncordon, was_drained
 from agent.host.provision.apply import performers
 from agent.host.provision.node_files import NodeRecord, is_others_candidate, root_record
 from agent.host.provision.plan import (
@@ -172,8 +173,24 @@ class Switching(Struct, frozen=True):
     def go_on(self) -> None:
         """End a switch that was interrupted: the next root file system must become ready, or the former one serves."""
         switch = RECORDS.read(switch_record(self.name), self._system)
-        if switch is None:
+        if switch is None or switch.state in ("done", "failed"):
             return
+        try:
+            self._end(switch)
+        finally:
+            self._uncordon()
+
+    def _uncordon(self) -> None:
+        """Let the machine uncordon its node if it has drained it: the command that would have done that is gone."""
+        try:
+            if was_drained(self.name, self._system) and self.is_ready(self.reconciler.reconcile()):
+                self.wait_for_offer()
+                uncordon(self.name, self._system, self.reconciler.progress)
+        except (AgentError, OSError) as error:
+            again = f"run `unbounded-agent start {self.name}`"
+            self.reconciler.progress(f"the node of machine {self.name} is still cordoned: {error}; {again}")
+
+    def _end(self, switch: Switch) -> None:
         if switch.state == "trying":
             self.give_up("it was interrupted")
         elif switch.state == "handing over":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent.host.allocation import UNSCHEDULABLE
+from agent.host.leave import was_drained
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.state.gpus import observe_gpus, record_test
 from agent.host.state.records import read_history, write_history
@@ -292,7 +293,7 @@ def made(tree: Path, clock: Clock) -> NodeHost:
     host = node_host(tree)
     host.bus.unit(machine_unit(CANDIDATE), "inactive")
     assert command(node_reconciler(host), "up", network=host.network, ask=host.ask) == 0
-    clock.meanwhile = answers(host)
+    clock.meanwhile, clock.passed = answers(host), 0.0
     host.runner.calls.clear()
     return host
 
@@ -496,3 +497,30 @@ def rebuilt(host: NodeHost) -> list[tuple[str, ...]]:
     host.runner.calls.clear()
     assert command(node_reconciler(host), f"up {MACHINE} --rebuild", network=host.network, ask=host.ask) == 0
     return [*host.runner.calls]
+
+
+def test_an_interrupted_switch_ends_with_a_node_that_is_uncordoned(host: NodeHost) -> None:
+    """The machine has cordoned its node itself. Nobody else would uncordon it."""
+    kill_at(host, ("systemctl", "stop", UNITS[0]))
+    with pytest.raises(KilledError):
+        switch(host)
+    host.tools.before = lambda argv: None
+    assert was_drained(MACHINE, host)
+    assert work(node_reconciler(host), host.network) == ()
+    assert (LeaveTask.UNCORDON,) in host.runner.calls
+    assert not was_drained(MACHINE, host)
+    host.runner.calls.clear()
+    assert work(node_reconciler(host), host.network) == ()
+    assert (LeaveTask.UNCORDON,) not in host.runner.calls
+
+
+def test_a_former_root_file_system_is_not_forgotten_before_an_interrupted_switch_has_ended(host: NodeHost) -> None:
+    before = host.link_inode(ROOT)
+    kill_at(host, ("systemctl", "start", "--no-block", UNITS[0]))
+    with pytest.raises(KilledError):
+        switch(host)
+    host.tools.before, host.sick = lambda argv: None, partial(serves_new, host)
+    assert host.link_inode(OTHER) == before
+    with pytest.raises(AgentError, match="was not switched"):
+        switch(host, "--forget")
+    assert host.link_inode(ROOT) == before

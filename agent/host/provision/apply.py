@@ -150,7 +150,7 @@ def _publish(step: plan.PublishRoot, system: System, _: Progress) -> None:
     # A switch of the root file system that this one replaces has lost its meaning.
     _put_aside(step.machine, system)
     clear((other_root(step.machine), switch_directory(step.machine)), system, REMOVE_LIMIT)
-    # The kubelet's certificates will be there from the first start on. Those of a root file system that is gone are not.
+    # The kubelet's certificates will be there from the first start on, and none of a root file system that is gone.
     clear((identity_directory(step.machine),), system, REMOVE_LIMIT)
     for path in (identity_door(step.machine), identity_directory(step.machine)):
         system.make_private(path)
