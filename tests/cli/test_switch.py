@@ -524,3 +524,15 @@ def test_a_former_root_file_system_is_not_forgotten_before_an_interrupted_switch
     with pytest.raises(AgentError, match="was not switched"):
         switch(host, "--forget")
     assert host.link_inode(ROOT) == before
+
+
+def test_a_rebuild_ends_a_candidate_that_still_runs(host: NodeHost) -> None:
+    """It is not refused when the root file system is gone already."""
+    kill_at(host, ("systemctl", "stop", machine_unit(CANDIDATE)), 2)
+    with pytest.raises(KilledError):
+        switch(host)
+    host.tools.before = lambda argv: None
+    assert host.exists(machine_root(CANDIDATE))
+    rebuilt(host)
+    assert host.entries(MACHINE_ROOTS) == (MACHINE,)
+    assert_consistent(host)

@@ -19,6 +19,7 @@ from agent.host.provision.node_files import (
     KUBECONFIG,
     NODE_RECORDS,
     NodeRecord,
+    is_others_candidate,
     read_token,
     record_paths,
     root_record,
@@ -148,7 +149,12 @@ def _publish(step: plan.PublishRoot, system: System, _: Progress) -> None:
         raise AgentError(f"{step.staged} has disappeared", "run `unbounded-agent up` again")
     forget_tests(system, step.machine)
     # A switch of the root file system that this one replaces has lost its meaning.
-    _put_aside(step.machine, system)
+    candidate = candidate_of(step.machine)
+    if system.link_inode(machine_root(candidate)) is not None and not is_others_candidate(step.machine, system):
+        # A killed `switch` has left it running. A refusal would come too late: the old root file system is gone.
+        system.run("systemctl", "stop", machine_unit(candidate), timeout=STOP_LIMIT)
+        _put_aside(step.machine, system)
+        _forget_state(candidate, system)
     clear((other_root(step.machine), switch_directory(step.machine)), system, REMOVE_LIMIT)
     # The kubelet's certificates will be there from the first start on, and none of a root file system that is gone.
     clear((identity_directory(step.machine),), system, REMOVE_LIMIT)
