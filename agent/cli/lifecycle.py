@@ -90,10 +90,10 @@ def switch(
     config = replace(reconciler.config, machines={**machines, name: settings})
     switching = Switching(reconciler, name, source)
     with switching.locks():
-        if options.forget:
-            return _forget(switching, options)
         if not options.dry_run:
             switching.go_on()
+        if options.forget:
+            return _forget(switching, options)
         provisioner = Provisioner(config, system, source, reconciler.progress, ask)
         found = provisioner.candidate(name, reconciler.preview()[0])
         say(in_words(each) for each in found.checks if not each.passed)

@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 from msgspec import Struct
 
 from agent.config.settings import Config
 from agent.host.apply.steps import apply
 from agent.host.joining import Watch
+from agent.host.leave import uncordon, was_drained
 from agent.host.provision.apply import performers
-from agent.host.provision.node_files import NodeRecord, root_record
+from agent.host.provision.node_files import NodeRecord, is_others_candidate, root_record
 from agent.host.provision.plan import (
     ExchangeRoots,
     ForgetCandidate,
@@ -91,7 +93,8 @@ class Switching(Struct, frozen=True):
     def refuse_loss(self, steps: tuple[NodeStep, ...]) -> None:
         """Raise AgentError if the steps would remove a root file system that a user wanted to keep."""
         other, before = other_root(self.name), RECORDS.read(switch_record(self.name), self._system)
-        if before and before.keep and before.state == "done" and RemoveTree(other) in steps:
+        # If going back has failed, the former one is still aside.
+        if before and before.keep and not self.serves("former") and RemoveTree(other) in steps:
             what = f"{other}, the former root file system, has files that the present one lacks"
             raise AgentError(what, f"copy them, then run `unbounded-agent switch {self.name} --forget`")
 
@@ -113,7 +116,8 @@ class Switching(Struct, frozen=True):
 
     def hold_back(self) -> None:
         """Stop the candidate. Its root file system waits for its turn."""
-        self._run(StopMachine(candidate_of(self.name)), PutAside(self.name), ForgetCandidate(self.name))
+        if not is_others_candidate(self.name, self._system):
+            self._run(StopMachine(candidate_of(self.name)), PutAside(self.name), ForgetCandidate(self.name))
 
     def give_up(self, why: str) -> None:
         """Stop the candidate, and record why the machine serves on as before."""
@@ -135,36 +139,63 @@ class Switching(Struct, frozen=True):
             self._start(self.name, limit)
         except (AgentError, OSError, KeyboardInterrupt) as error:
             why = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-            self.go_back(why)
+            self.go_back(why, keep=keep)
             raise AgentError(f"machine {self.name} was not switched: {why}", WENT_BACK) from error
         self._record("done", keep=keep)
 
-    def go_back(self, why: str) -> None:
+    def go_back(self, why: str, *, keep: bool = False) -> None:
         """Let the former root file system serve again, and record why. Raises AgentError if it is not ready."""
         self.reconciler.progress(f"going back to the former root file system: {why}")
-        try:
-            self._record("handing over", why)
-            if self.serves("next"):
-                self._stop()
-                self._run(ExchangeRoots(self.name, "former"))
-            self._start(self.name)
-        except (AgentError, OSError) as error:
+        # Without this record, the switch counts as interrupted, and goes back as well.
+        with suppress(AgentError, OSError):
+            self._record("handing over", why, keep=keep)
+        failures = list[str]()
+        # Whatever fails, for example because the disk is full, the machine starts.
+        for part in (self._take_back, partial(self._start, self.name)):
+            try:
+                part()
+            except (AgentError, OSError) as error:
+                failures.append(str(error))
+        if failures:
             # This is the end all the same: repeated stops would be worse than a machine that is not ready.
-            why = f"{why}; and then, going back: {error}"
-            self._record("failed", why)
-            raise AgentError(f"machine {self.name} was not switched, and is not ready: {why}") from error
+            why = f"{why}; and then, going back: {'; '.join(failures)}"
+            self._record("failed", why, keep=keep)
+            raise AgentError(f"machine {self.name} was not switched, and is not ready: {why}")
         self._record("failed", why)
+
+    def _take_back(self) -> None:
+        if served := self.serves("next"):
+            self._stop()
+        # If they have changed places already, the record of the node may not have followed.
+        if served or self.serves("former"):
+            self._run(ExchangeRoots(self.name, "former"))
 
     def go_on(self) -> None:
         """End a switch that was interrupted: the next root file system must become ready, or the former one serves."""
         switch = RECORDS.read(switch_record(self.name), self._system)
-        if switch is None:
+        if switch is None or switch.state in ("done", "failed"):
             return
+        try:
+            self._end(switch)
+        finally:
+            self._uncordon()
+
+    def _uncordon(self) -> None:
+        """Let the machine uncordon its node if it has drained it: the command that would have done that is gone."""
+        try:
+            if was_drained(self.name, self._system) and self.is_ready(self.reconciler.reconcile()):
+                self.wait_for_offer()
+                uncordon(self.name, self._system, self.reconciler.progress)
+        except (AgentError, OSError) as error:
+            again = f"run `unbounded-agent start {self.name}`"
+            self.reconciler.progress(f"the node of machine {self.name} is still cordoned: {error}; {again}")
+
+    def _end(self, switch: Switch) -> None:
         if switch.state == "trying":
             self.give_up("it was interrupted")
         elif switch.state == "handing over":
             if switch.reason or not self.serves("next"):
-                self.go_back(switch.reason or "it was interrupted")
+                self.go_back(switch.reason or "it was interrupted", keep=switch.keep)
             else:
                 self.hand_over(keep=switch.keep)
 

@@ -253,7 +253,14 @@ def root_records(machine: str, which: str) -> tuple[str, str]:
 
 
 def identity_directory(machine: str) -> str:
-    """Return the directory of the host that has the kubelet's certificates, bound at KUBELET_CERTIFICATES."""
+    """Return the directory of the host that has the kubelet's certificates, bound at KUBELET_CERTIFICATES.
+
+    Root in the machine may let anybody enter it, and put setuid programs there. Only root may enter its parent.
+    """
+    return f"{identity_door(machine)}/certificates"
+
+
+def identity_door(machine: str) -> str:
     return f"{MACHINES_STATE}/{machine}/identity"
 
 

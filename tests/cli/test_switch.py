@@ -1,12 +1,16 @@
 """`switch`: a node gets another root file system, and the former one again if that is not ready."""
 
+import errno
 import json
 import os
+import posixpath
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from agent.host.allocation import UNSCHEDULABLE
+from agent.host.leave import was_drained
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.state.gpus import observe_gpus, record_test
 from agent.host.state.records import read_history, write_history
@@ -29,6 +33,7 @@ from agent.model.paths import (
     switch_record,
     token_file,
 )
+from agent.system.process import Completed
 from tests.fakes.clock import Clock
 from tests.fakes.command import Capture, command
 from tests.fakes.gpu_host import MACHINE, UNITS
@@ -288,7 +293,7 @@ def made(tree: Path, clock: Clock) -> NodeHost:
     host = node_host(tree)
     host.bus.unit(machine_unit(CANDIDATE), "inactive")
     assert command(node_reconciler(host), "up", network=host.network, ask=host.ask) == 0
-    clock.meanwhile = answers(host)
+    clock.meanwhile, clock.passed = answers(host), 0.0
     host.runner.calls.clear()
     return host
 
@@ -320,6 +325,7 @@ def test_the_kubelet_keeps_its_certificates_even_if_they_were_in_the_root_file_s
     assert host.entries(kept) == ("kubelet-client-1.pem", "kubelet-client-current.pem")
     assert host.read_link(f"{kept}/kubelet-client-current.pem") == "kubelet-client-1.pem"
     assert host.mode(f"{kept}/kubelet-client-1.pem") == 0o600
+    assert_closed(host)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -358,3 +364,175 @@ def test_reset_removes_all_root_file_systems(host: NodeHost) -> None:
     assert host.entries(MACHINE_ROOTS) == ()
     assert not host.exists(nspawn_file(CANDIDATE))
     assert not host.exists(f"{SWITCHES}/{MACHINE}")
+
+
+def test_wherever_the_way_back_is_cut_the_former_root_file_system_serves(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the roots have changed places again, and the node's record has not followed."""
+    real, seen, cut_at = os.rename, list[str](), [-1]
+
+    def rename(old: str, new: str, **options: int | None) -> None:
+        if any(f"{place}/" in new for place in (MACHINE_ROOTS, SWITCHES, NODES)):
+            seen.append(new)
+            if len(seen) == cut_at[0]:
+                raise KilledError
+        real(old, new, **options)
+
+    monkeypatch.setattr(os, "rename", rename)
+    number, cuts = 9, 0
+    while True:
+        number += 1
+        cut_at[0], host = -1, made(tmp_path / f"host-{number}", clock)
+        host.sick = partial(serves_new, host)
+        seen.clear()
+        cut_at[0] = number
+        try:
+            assert switch(host) == 1
+            break
+        except KilledError:
+            cut_at[0], cuts = -1, cuts + 1
+        work(node_reconciler(host), host.network)
+        assert_consistent(host)
+        assert host.is_running()
+        assert not is_new(host)
+    assert cuts > 6
+
+
+def serves_new(host: NodeHost, root: str) -> bool:
+    return root == ROOT and is_new(host)
+
+
+def test_a_full_disk_does_not_keep_the_machine_down(host: NodeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record can be written from the moment on when the machine has stopped."""
+    real, full = os.rename, [False]
+
+    def rename(old: str, new: str, **options: int | None) -> None:
+        if full[0] and any(f"{place}/" in new for place in (SWITCHES, NODES)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), new)
+        real(old, new, **options)
+
+    def look(argv: tuple[str, ...]) -> None:
+        full[0] = full[0] or argv == ("systemctl", "stop", UNITS[0])
+
+    monkeypatch.setattr(os, "rename", rename)
+    host.tools.before = look
+    assert switch(host) == 1
+    assert host.bus.properties[host.bus.units[UNITS[0]], "org.freedesktop.systemd1.Unit", "ActiveState"][1] == "active"
+    assert not is_new(host)
+    host.tools.before, full[0] = lambda argv: None, False
+    work(node_reconciler(host), host.network)
+    assert_consistent(host)
+    assert state(host) == "failed"
+
+
+def test_files_that_are_needed_are_not_removed_after_a_way_back_that_failed(host: NodeHost) -> None:
+    """The machine did not stop, so the former root file system is still aside, with files that only it has."""
+    host.sick = partial(serves_new, host)
+    stop = ("systemctl", "stop", UNITS[0])
+
+    def look(argv: tuple[str, ...]) -> None:
+        if argv == stop and stop in host.runner.calls:
+            host.runner.answers[stop] = Completed(1, b"", b"it does not stop")
+
+    host.tools.before = look
+    assert switch(host, "--give-up /srv") == 1
+    assert is_new(host), "going back has failed"
+    host.tools.before, host.sick = lambda argv: None, lambda root: False
+    del host.runner.answers[stop]
+    former = host.link_inode(OTHER)
+    with pytest.raises(AgentError, match="has files that the present one lacks"):
+        switch(host, kubelet={"node_ip": "192.0.2.10", "labels": {"other": "yes"}})
+    assert host.link_inode(OTHER) == former
+
+
+@pytest.mark.parametrize("command_line", ["reset", "switch"])
+def test_a_machine_that_later_got_the_name_of_a_candidate_is_left_alone(host: NodeHost, command_line: str) -> None:
+    """The record of the last candidate is still there. Its root file system is the machine's now."""
+    assert switch(host) == 0
+    host.file(f"{machine_root(CANDIDATE)}/etc/kept", "text")
+    host.file(f"{identity_directory(CANDIDATE)}/kubelet-client-current.pem", "certificate")
+    if command_line == "switch":
+        found = RECORDS.read(switch_record(MACHINE), host)
+        assert found
+        RECORDS.write(switch_record(MACHINE), Switch("trying", found.image, found.since), host)
+    host.runner.calls.clear()
+    if command_line == "reset":
+        assert command(node_reconciler(host), "reset", MACHINE, network=host.network) == 0
+    else:
+        work(node_reconciler(host), host.network)
+        assert state(host) == "failed"
+    assert ("systemctl", "stop", machine_unit(CANDIDATE)) not in host.runner.calls
+    assert host.exists(f"{machine_root(CANDIDATE)}/etc/kept")
+    assert host.exists(f"{identity_directory(CANDIDATE)}/kubelet-client-current.pem")
+
+
+def assert_closed(host: NodeHost) -> None:
+    """Whatever root in the machine makes of the directory that is bound: no user of the host comes to its programs."""
+    directory = identity_directory(MACHINE)
+    os.chmod(host.full_path(directory), 0o777)
+    assert host.mode(posixpath.dirname(directory)) == 0o700
+
+
+def test_users_of_the_host_do_not_reach_what_a_machine_puts_next_to_its_certificates(host: NodeHost) -> None:
+    assert_closed(host)
+
+
+def test_a_new_root_file_system_has_no_certificates_of_an_old_one(host: NodeHost) -> None:
+    """A rebuild was killed after it had removed the root file system, and before it removed the certificates."""
+    remove = next(number for number, argv in enumerate(rebuilt(host)) if argv[-1:] == (identity_directory(MACHINE),))
+    host.write(f"{identity_directory(MACHINE)}/kubelet-client-current.pem", b"certificate")
+    kill_at(host, (), remove + 1)
+    with pytest.raises(KilledError):
+        rebuilt(host)
+    host.tools.before = lambda argv: None
+    assert not host.exists(ROOT)
+    assert host.entries(identity_directory(MACHINE)) == ("kubelet-client-current.pem",)
+    assert command(node_reconciler(host), f"up {MACHINE}", network=host.network, ask=host.ask) == 0
+    assert host.entries(identity_directory(MACHINE)) == ()
+
+
+def rebuilt(host: NodeHost) -> list[tuple[str, ...]]:
+    """Rebuild the machine, and return which programs ran."""
+    host.runner.calls.clear()
+    assert command(node_reconciler(host), f"up {MACHINE} --rebuild", network=host.network, ask=host.ask) == 0
+    return [*host.runner.calls]
+
+
+def test_an_interrupted_switch_ends_with_a_node_that_is_uncordoned(host: NodeHost) -> None:
+    """The machine has cordoned its node itself. Nobody else would uncordon it."""
+    kill_at(host, ("systemctl", "stop", UNITS[0]))
+    with pytest.raises(KilledError):
+        switch(host)
+    host.tools.before = lambda argv: None
+    assert was_drained(MACHINE, host)
+    assert work(node_reconciler(host), host.network) == ()
+    assert (LeaveTask.UNCORDON,) in host.runner.calls
+    assert not was_drained(MACHINE, host)
+    host.runner.calls.clear()
+    assert work(node_reconciler(host), host.network) == ()
+    assert (LeaveTask.UNCORDON,) not in host.runner.calls
+
+
+def test_a_former_root_file_system_is_not_forgotten_before_an_interrupted_switch_has_ended(host: NodeHost) -> None:
+    before = host.link_inode(ROOT)
+    kill_at(host, ("systemctl", "start", "--no-block", UNITS[0]))
+    with pytest.raises(KilledError):
+        switch(host)
+    host.tools.before, host.sick = lambda argv: None, partial(serves_new, host)
+    assert host.link_inode(OTHER) == before
+    with pytest.raises(AgentError, match="was not switched"):
+        switch(host, "--forget")
+    assert host.link_inode(ROOT) == before
+
+
+def test_a_rebuild_ends_a_candidate_that_still_runs(host: NodeHost) -> None:
+    """It is not refused when the root file system is gone already."""
+    kill_at(host, ("systemctl", "stop", machine_unit(CANDIDATE)), 2)
+    with pytest.raises(KilledError):
+        switch(host)
+    host.tools.before = lambda argv: None
+    assert host.exists(machine_root(CANDIDATE))
+    rebuilt(host)
+    assert host.entries(MACHINE_ROOTS) == (MACHINE,)
+    assert_consistent(host)

@@ -19,6 +19,7 @@ from agent.host.provision.node_files import (
     KUBECONFIG,
     NODE_RECORDS,
     NodeRecord,
+    is_others_candidate,
     read_token,
     record_paths,
     root_record,
@@ -45,6 +46,7 @@ from agent.model.paths import (
     cordoned_file,
     drained_file,
     identity_directory,
+    identity_door,
     machine_root,
     machine_unit,
     other_root,
@@ -147,10 +149,17 @@ def _publish(step: plan.PublishRoot, system: System, _: Progress) -> None:
         raise AgentError(f"{step.staged} has disappeared", "run `unbounded-agent up` again")
     forget_tests(system, step.machine)
     # A switch of the root file system that this one replaces has lost its meaning.
-    _put_aside(step.machine, system)
+    candidate = candidate_of(step.machine)
+    if system.link_inode(machine_root(candidate)) is not None and not is_others_candidate(step.machine, system):
+        # A killed `switch` has left it running. A refusal would come too late: the old root file system is gone.
+        system.run("systemctl", "stop", machine_unit(candidate), timeout=STOP_LIMIT)
+        _put_aside(step.machine, system)
+        _forget_state(candidate, system)
     clear((other_root(step.machine), switch_directory(step.machine)), system, REMOVE_LIMIT)
-    # The kubelet's certificates will be there from the first start on.
-    system.make_private(identity_directory(step.machine))
+    # The kubelet's certificates will be there from the first start on, and none of a root file system that is gone.
+    clear((identity_directory(step.machine),), system, REMOVE_LIMIT)
+    for path in (identity_door(step.machine), identity_directory(step.machine)):
+        system.make_private(path)
     record = replace(step.record, inode=inode, made=time.time(), born=system.birth(step.staged))
     NODE_RECORDS.write(record_paths(step.machine), record, system)
     system.run("sync", "--file-system", system.full_path(step.staged), timeout=SYNC_LIMIT)
@@ -256,7 +265,8 @@ def _keep_identity(machine: str, system: System) -> None:
     _require_stopped(machine, system)
     new, root = f"{kept}{PARTIAL}", system.image(machine_root(machine))
     clear((new,), system, REMOVE_LIMIT)
-    system.make_private(new)
+    for path in (identity_door(machine), new):
+        system.make_private(path)
     for name in root.some_entries(KUBELET_CERTIFICATES, CERTIFICATE_FILES):
         path = f"{KUBELET_CERTIFICATES}/{name}"
         target = root.read_link(path)

@@ -29,7 +29,7 @@ from agent.host.provision.binaries import POD_IMAGES_DIRECTORY
 from agent.host.provision.host_settings import FORWARDING, sysctl_lines
 from agent.host.state.records import MARK, Durable
 from agent.model.errors import AgentError, ConfigError
-from agent.model.facts import Seen
+from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.model.json_document import json_for_yaml
 from agent.model.node import NodeBinary, NodeFile, NodeImage
 from agent.model.paths import (
@@ -38,6 +38,8 @@ from agent.model.paths import (
     MACHINE_HANDOFF_DIRECTORY,
     MACHINE_REPORT_DIRECTORY,
     TOKEN_NAME,
+    candidate_of,
+    machine_root,
     node_record,
     root_records,
 )
@@ -458,6 +460,15 @@ def record_paths(machine: str) -> tuple[str, str]:
 def root_record(machine: str, which: str, system: System) -> Seen[NodeRecord]:
     """Return the record of a root file system of a switch: `next` or `former`."""
     return NODE_RECORDS.read(root_records(machine, which), system)
+
+
+def is_others_candidate(machine: str, system: System) -> bool:
+    """Return whether somebody else's machine has the name of the machine's candidate by now."""
+    path, record = machine_root(candidate_of(machine)), root_record(machine, "next", system)
+    inode = system.link_inode(path)
+    if inode is None or isinstance(record, Broken | Unseen):
+        return False
+    return isinstance(record, Absent) or not record.is_of(inode, system.birth(path))
 
 
 def make_record(

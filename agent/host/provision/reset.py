@@ -12,7 +12,7 @@ from agent.host.provision import plan
 from agent.host.provision.apply import performers
 from agent.host.provision.host_settings import observe_host, restorable
 from agent.host.provision.network import NO_LEFTOVERS, Leftovers, leftovers, observe_network
-from agent.host.provision.node_files import NodeRecord, root_record
+from agent.host.provision.node_files import NodeRecord, is_others_candidate
 from agent.model.errors import AgentError
 from agent.model.facts import Absent
 from agent.model.node import AsFound, HostSettings, HostState, Network, NodeFile
@@ -102,7 +102,7 @@ def reset_steps(machine: str, system: System, network: NetworkSource) -> tuple[p
 def _candidate_steps(machine: str, system: System) -> tuple[plan.NodeStep, ...]:
     """Return the steps that let the machine's candidate be removed with the other root file systems."""
     candidate = candidate_of(machine)
-    if isinstance(root_record(machine, "next", system), Absent) or system.link_inode(machine_root(candidate)) is None:
+    if system.link_inode(machine_root(candidate)) is None or is_others_candidate(machine, system):
         return ()
     return plan.StopMachine(candidate), plan.PutAside(machine), plan.ForgetCandidate(machine)
 
