@@ -139,9 +139,9 @@ def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse
             _drain(name, reconciler, options.kubeconfig)
         elif not options.no_drain:
             _drain_itself(name, reconciler)
-    failures = tuple[str, ...]()
+    keep, failures = _has_more(name, reconciler, found, options.give_up), tuple[str, ...]()
     try:
-        switching.hand_over(keep=bool(found or options.give_up), limit=limit)
+        switching.hand_over(keep=keep, limit=limit)
         if offered:
             switching.wait_for_offer()
     except AgentError as error:
@@ -168,6 +168,17 @@ def _what_is_lost(name: str, reconciler: Reconciler, given_up: Sequence[str]) ->
     except AgentError as error:
         what = f"what the next root file system would lack is unknown: {error.message}"
         raise AgentError(what, "correct this, or give up all files of the former one with --give-up /") from error
+
+
+def _has_more(name: str, reconciler: Reconciler, found: Sequence[Lost], given_up: Sequence[str]) -> bool:
+    """Return whether the former root file system may have files that the next one lacks.
+
+    Pods have written until they were moved away.
+    """
+    try:
+        return bool(found or given_up or what_is_lost(name, reconciler.system))
+    except AgentError:
+        return True
 
 
 @contextmanager

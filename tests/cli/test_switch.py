@@ -17,7 +17,7 @@ from agent.host.state.records import read_history, write_history
 from agent.host.state.switches import RECORDS, Switch
 from agent.host.switching import UNIT, begin, work
 from agent.model.conditions import ConditionType
-from agent.model.contract import LeaveTask
+from agent.model.contract import LeaveTask, Lost
 from agent.model.errors import AgentError
 from agent.model.paths import (
     KUBELET_CERTIFICATES,
@@ -326,6 +326,19 @@ def test_the_kubelet_keeps_its_certificates_even_if_they_were_in_the_root_file_s
     assert host.read_link(f"{kept}/kubelet-client-current.pem") == "kubelet-client-1.pem"
     assert host.mode(f"{kept}/kubelet-client-1.pem") == 0o600
     assert_closed(host)
+
+
+def test_what_pods_write_until_they_are_moved_keeps_the_former_root(host: NodeHost, clock: Clock) -> None:
+    nothing, more = answers(host), answers(host, lost=(Lost("/srv", 1, 1),))
+
+    def writes() -> None:
+        (more if (LeaveTask.DRAIN,) in host.runner.calls else nothing)()
+
+    clock.meanwhile = writes
+    assert switch(host) == 0
+    found = RECORDS.read(switch_record(MACHINE), host)
+    assert found
+    assert (found.state, found.keep) == ("done", True)
 
 
 @pytest.mark.parametrize("keep", [False, True])
