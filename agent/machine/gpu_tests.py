@@ -25,6 +25,7 @@ from agent.machine.kubelet import (
     published_devices,
 )
 from agent.machine.notes import InBackground, in_words
+from agent.machine.requests import WithdrawnError, serve
 from agent.machine.vendors import VENDORS
 from agent.model.contract import (
     FIRST_CONTEXT,
@@ -52,7 +53,7 @@ from agent.model.paths import (
 from agent.model.text import one_line, quoted
 from agent.system.deadlines import bounded
 from agent.system.files import System
-from agent.system.journal import ERROR, INFO, say
+from agent.system.journal import INFO, say
 from agent.system.process import TimeLimitError, host_runner
 from agent.system.processes import find_holders
 from agent.vendors.machine_vendor import MachineVendor
@@ -85,28 +86,14 @@ class _Device(NamedTuple):
     problem: str = ""
 
 
-class _WithdrawnError(Exception):
-    """The host no longer wants the test."""
-
-
 def main() -> int:
     """Test what the host asks for, and return the exit code."""
     return run(System(host_runner))
 
 
 def run(system: System) -> int:
-    """Test what the host asks for. Return 1 if it has withdrawn its request, perhaps for another one; otherwise 0."""
-    handled = ""
-    try:
-        # systemd's path unit misses a request that comes while the service runs.
-        while (request := _requested(system)) and request.id != handled:
-            _answer(system, request)
-            handled = request.id
-    except _WithdrawnError:
-        return 1
-    except (AgentError, OSError) as error:
-        say(ERROR, str(error))
-    return 0
+    """Test what the host asks for, and return the exit code (agent.machine.requests)."""
+    return serve(partial(_requested, system), partial(_answer, system))
 
 
 def _requested(system: System) -> GpuTestRequest | None:
@@ -246,7 +233,7 @@ def _claims(system: System) -> Iterator[tuple[str, set[str]]]:
 
 
 def _tested(system: System, request: GpuTestRequest, gpu: GpuToTest, device: _Device) -> tuple[GpuTestResult, bool]:
-    """Return the result of one device, and whether its program cannot be killed. Raises _WithdrawnError."""
+    """Return the result of one device, and whether its program cannot be killed. Raises WithdrawnError."""
     if device.problem or not device.vendor:
         why = one_line(device.problem)[:SHOWN]
         not_run = GpuTestResult(gpu.pci_address, device.uuid, GpuTestEnd.NOT_RUN, message=why, finished=time.time())
@@ -290,7 +277,7 @@ def _errors(system: System, device: _Device, gpu: GpuToTest) -> tuple[Mapping[st
 def _tested_pair(
     system: System, request: GpuTestRequest, first: GpuToTest, second: GpuToTest
 ) -> tuple[list[GpuTestResult], bool]:
-    """Return the result for each of two GPUs, and whether the program cannot be killed. Raises _WithdrawnError.
+    """Return the result for each of two GPUs, and whether the program cannot be killed. Raises WithdrawnError.
 
     Since they were tested alone, a pod may have got one.
     """
@@ -315,7 +302,7 @@ def _watched(
     while not running.ends_within(LOOK):
         now = _requested(system)
         if not now or now.id != request.id:
-            raise _WithdrawnError
+            raise WithdrawnError
     end, report, unkillable = running.result()
     figures, floors = (_numbers(report.get(key)) for key in ("figures", "floors"))
     slow = tuple(each for each in report.get("slow") or () if isinstance(each, str))

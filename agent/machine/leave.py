@@ -12,10 +12,12 @@ import posixpath
 import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from agent.machine.notes import Owned, in_words
+from agent.machine.requests import WithdrawnError, serve
 from agent.machine.vendors import VENDORS
 from agent.model.conditions import Condition, ConditionType
 from agent.model.contract import (
@@ -48,7 +50,7 @@ from agent.model.paths import (
 from agent.model.text import one_line, quoted
 from agent.system.api_server import ApiClient, ApiError, ConflictError, Credentials, NotFoundError
 from agent.system.files import System, mount_points
-from agent.system.journal import ERROR, INFO, say
+from agent.system.journal import INFO, say
 from agent.system.kubelet_identity import Identity, Kubelet
 from agent.system.process import host_runner
 
@@ -64,10 +66,6 @@ SHOWN = 500
 """Characters of a message."""
 
 
-class _WithdrawnError(Exception):
-    """The host no longer wants it."""
-
-
 class _UnableError(AgentError):
     """Nothing was changed."""
 
@@ -78,18 +76,8 @@ def main() -> int:
 
 
 def run(system: System) -> int:
-    """Do what the host asks for. Return 1 if it has withdrawn its request, perhaps for another one; otherwise 0."""
-    handled = ""
-    try:
-        # systemd's path unit misses a request that comes while the service runs.
-        while (request := _requested(system)) and request.id != handled:
-            _answer(system, request)
-            handled = request.id
-    except _WithdrawnError:
-        return 1
-    except (AgentError, OSError) as error:
-        say(ERROR, str(error))
-    return 0
+    """Do what the host asks for, and return the exit code (agent.machine.requests)."""
+    return serve(partial(_requested, system), partial(_answer, system))
 
 
 def _requested(system: System) -> LeaveRequest | None:
@@ -109,10 +97,10 @@ def _answer(system: System, request: LeaveRequest) -> None:
     work.tell(LeaveEnd.WORKING)
     # Only after that: the host withdraws the request, then looks whether it was begun.
     if _requested(system) != request:
-        raise _WithdrawnError
+        raise WithdrawnError
     try:
         work.tell(LeaveEnd.DONE, TASKS[request.task](work))
-    except _WithdrawnError:
+    except WithdrawnError:
         raise
     except _UnableError as error:
         work.tell(LeaveEnd.UNABLE, str(error))
@@ -145,14 +133,14 @@ class _Work:
         self.system.write(ANSWER, render_leave_answer(self._answer))
 
     def check(self) -> None:
-        """Show the host that the work goes on. Raises _WithdrawnError if the host no longer wants it."""
+        """Show the host that the work goes on. Raises WithdrawnError if the host no longer wants it."""
         now = time.monotonic()
         if now - self._looked < LOOK:
             return
         self._looked = now
         request = _requested(self.system)
         if request is None or request.id != self._request.id:
-            raise _WithdrawnError
+            raise WithdrawnError
         if now - self._written >= SAID_AGAIN:
             self.tell(self._answer.end, self._answer.message)
 

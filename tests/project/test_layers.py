@@ -30,11 +30,11 @@ ROOMS: Mapping[str, Order] = {
         ("provision", "detach"),
         ("allocation", "daemon", "gpu_reset", "gpu_tests"),
         ("gpu_recovery", "driver_upgrade"),
-        ("joining", "leave"),
+        "joining",
         "switching",
     ),
     "machine": (
-        ("notes", "vendors", "open_nodes", "gpu_test", "containerd_tables"),
+        ("notes", "requests", "vendors", "open_nodes", "gpu_test", "containerd_tables"),
         ("devices", "libraries", "containerd", "node_events"),
         "foreign_specs",
         "cdi",
