@@ -151,7 +151,7 @@ class Switching(Struct, frozen=True):
             self._record("handing over", why, keep=keep)
         failures = list[str]()
         # Whatever fails, for example because the disk is full, the machine starts.
-        for part in (self._take_back, partial(self._start, self.name)):
+        for part in (self._let_former_serve, partial(self._start, self.name)):
             try:
                 part()
             except (AgentError, OSError) as error:
@@ -163,7 +163,7 @@ class Switching(Struct, frozen=True):
             raise AgentError(f"machine {self.name} was not switched, and is not ready: {why}")
         self._record("failed", why)
 
-    def _take_back(self) -> None:
+    def _let_former_serve(self) -> None:
         if served := self.serves("next"):
             self._stop()
         # If they have changed places already, the record of the node may not have followed.
