@@ -127,6 +127,8 @@ def test_events_of_the_node_say_what_happened_to_its_gpus(
         assert {each["involvedObject"]["name"] for each in ours} <= {NODE}
         return [(each["type"], each["reason"], each["message"], each["count"]) for each in ours]
 
+    # Those of other tests.
+    control_plane.kubectl("delete", "events", "--all")
     for status in (GOOD, BAD, BAD, GOOD, BAD):
         machine.publish_status(status)
         machine.run(kubeconfig)
