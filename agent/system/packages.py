@@ -207,8 +207,12 @@ def _run(*argv: str, system: System) -> None:
     try:
         system.run(*unit, *argv, timeout=INSTALL_LIMIT)
     except ExitCodeError as error:
-        # What packages' scripts say of their errors goes to apt's standard output.
-        said = f"{error.stdout[-TAIL:]}\n{error.stderr[-TAIL:]}"
+        # What packages' scripts say of their errors goes to apt's standard output, before dpkg's own line. Other
+        # packages' lines may follow.
+        lines = error.stdout.splitlines()
+        failed = next((at for at, line in enumerate(lines) if line.startswith("dpkg: error ")), len(lines))
+        before = "\n".join(lines[max(0, failed - 3) : failed + 2])
+        said = f"{before[-TAIL:]}\n{error.stderr[-TAIL:]}"
         raise CommandError(argv, error.ended, said, "see /var/log/apt/term.log and /var/log/dpkg.log") from error
 
 

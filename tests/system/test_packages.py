@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from agent.model.errors import AgentError, DocumentError
+from agent.model.errors import AgentError, CommandError, DocumentError
 from agent.system.packages import (
+    KEEP,
+    QUIET,
     Change,
     Changes,
     available,
     contents,
     fetch,
     file_of,
+    finish_installation,
     installed,
     lock_holder,
     simulate,
@@ -153,3 +156,15 @@ def test_a_process_that_waits_for_the_lock_does_not_have_it(host: Host) -> None:
     assert lock_holder(host) == ""
     host.file("/proc/locks", f"8: POSIX  ADVISORY  WRITE 7 fe:00:{inode} 0 EOF\n")
     assert lock_holder(host) == "PID 7"
+
+
+def test_what_a_script_said_of_its_error_is_told(host: Host) -> None:
+    """apt and dpkg go on with other packages after it."""
+    said = "Setting up made-up-modules (565.57.01-9) ...\nthe module cannot be built\n"
+    said += "dpkg: error processing package made-up-modules (--configure):\n subprocess returned error exit status 7\n"
+    said += "Processing triggers for libc-bin (2.41-12) ...\n" * 20
+    unit = ("systemd-run", "--quiet", "--wait", "--pipe", "--collect", *QUIET, "--")
+    host.command(*unit, "dpkg", *KEEP, "--configure", "--pending", stdout=said, status=1)
+    with pytest.raises(CommandError, match="the module cannot be built") as error:
+        finish_installation(host, print)
+    assert "triggers" not in str(error.value)
