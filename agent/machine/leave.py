@@ -464,7 +464,7 @@ class _Walk:
         self._work, self._mounts, self._volumes = work, mounts, volumes
         self._own = own
         """Files that systemd, the kubelet and the agent make again."""
-        # The last file that `up` wrote into the root. What was there before has an older ctime, which nobody can set.
+        # The last file that `up` wrote into the root. The image's files have an older ctime, which no program can set.
         self._made = work.system.identity(NODE_FILES).ctime_ns
         self._found: dict[str, tuple[int, int]] = {}
         self._seen = 0

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import posixpath
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -265,35 +266,43 @@ def test_a_kill_between_any_two_changes_of_records_and_roots_is_recovered_from(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The two root file systems have changed places, and the node's record has not followed, for example."""
-    real, seen, cut_at, ends = os.rename, list[str](), [-1], set[tuple[str, bool]]()
-
-    def rename(old: str, new: str, **options: int | None) -> None:
-        if any(f"{place}/" in new for place in (MACHINE_ROOTS, SWITCHES, NODES)):
-            seen.append(new)
-            if len(seen) == cut_at[0]:
-                raise KilledError
-        real(old, new, **options)
-
-    monkeypatch.setattr(os, "rename", rename)
+    cut, ends = cuts(monkeypatch), set[tuple[str, bool]]()
     for number in range(1, 50):
-        cut_at[0], host = -1, made(tmp_path / f"host-{number}", clock)
-        seen.clear()
-        cut_at[0] = number
+        host = made(tmp_path / f"host-{number}", clock)
+        cut(number)
         try:
             switch(host)
             break
         except KilledError:
-            cut_at[0] = -1
+            cut(0)
         ends.add(recovered(host))
     assert number > 12
     assert ends == {("", False), ("failed", False), ("done", True)}
+
+
+def cuts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return what lets the command be killed at the so manieth change of records and roots from then on; 0: never."""
+    real, left = os.rename, [0]
+
+    def rename(old: str, new: str, **options: int | None) -> None:
+        if any(f"{place}/" in new for place in (MACHINE_ROOTS, SWITCHES, NODES)):
+            left[0] -= 1
+            if left[0] == 0:
+                raise KilledError
+        real(old, new, **options)
+
+    def cut(at: int) -> None:
+        left[0] = at
+
+    monkeypatch.setattr(os, "rename", rename)
+    return cut
 
 
 def made(tree: Path, clock: Clock) -> NodeHost:
     host = node_host(tree)
     host.bus.unit(machine_unit(CANDIDATE), "inactive")
     assert command(node_reconciler(host), "up", network=host.network, ask=host.ask) == 0
-    clock.meanwhile, clock.passed = answers(host), 0.0
+    clock.meanwhile = answers(host)
     host.runner.calls.clear()
     return host
 
@@ -383,33 +392,23 @@ def test_wherever_the_way_back_is_cut_the_former_root_file_system_serves(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the roots have changed places again, and the node's record has not followed."""
-    real, seen, cut_at = os.rename, list[str](), [-1]
-
-    def rename(old: str, new: str, **options: int | None) -> None:
-        if any(f"{place}/" in new for place in (MACHINE_ROOTS, SWITCHES, NODES)):
-            seen.append(new)
-            if len(seen) == cut_at[0]:
-                raise KilledError
-        real(old, new, **options)
-
-    monkeypatch.setattr(os, "rename", rename)
-    number, cuts = 9, 0
+    cut, number, seen = cuts(monkeypatch), 9, 0
     while True:
         number += 1
-        cut_at[0], host = -1, made(tmp_path / f"host-{number}", clock)
+        host = made(tmp_path / f"host-{number}", clock)
         host.sick = partial(serves_new, host)
-        seen.clear()
-        cut_at[0] = number
+        cut(number)
         try:
             assert switch(host) == 1
             break
         except KilledError:
-            cut_at[0], cuts = -1, cuts + 1
+            cut(0)
+            seen += 1
         work(node_reconciler(host), host.network)
         assert_consistent(host)
         assert host.is_running()
         assert not is_new(host)
-    assert cuts > 6
+    assert seen > 6
 
 
 def serves_new(host: NodeHost, root: str) -> bool:

@@ -290,14 +290,14 @@ def test_new_files_are_lost_unless_somebody_makes_them_again(made: Node) -> None
     write(made, "/mnt/a disk/data", 100)
     write(made, "/carried/data", 100)
     # The sandbox of the service binds this directory onto itself.
-    write(made, "/root/work/key", 4)
+    write(made, "/root/notes/key", 4)
     write(made, "/etc/nvidia-container-runtime/config.toml", 3)
     write(made, KUBECONFIG, 3)
     made.put(KUBECONFIG, made.api.kubeconfig())
     Owned(made).claim("/etc/containerd/conf.d/99-nvidia.toml")
     write(made, "/etc/containerd/conf.d/99-nvidia.toml", 3)
     assert lost(made) == [
-        ("/root/work", 1, 4, ""),
+        ("/root/notes", 1, 4, ""),
         ("/srv", 1, 7, ""),
         ("/srv/data", 2, 30, ""),
         ("/usr/local/bin", 1, 5, ""),

@@ -137,9 +137,9 @@ def test_files_and_volumes_that_another_root_would_not_have(empty_host: EmptyHos
         empty_host.apply({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}, "spec": spec})
     empty_host.apply(writes)
     empty_host.wait("the pod has written", lambda: phases(empty_host).get("writes") == "Succeeded")
-    node.shell("mkdir -p /root/work && echo secret >/root/work/key && chmod 700 /root/work")
+    node.shell("mkdir -p /root/notes && echo secret >/root/notes/key && chmod 700 /root/notes")
     assert lost(empty_host) == [
-        "/root/work: 1 file, 0.0 MB",
+        "/root/notes: 1 file, 0.0 MB",
         "/srv/volume: 1 file, 0.0 MB (claim default/claimed)",
         "/var/log/app: 1 file, 0.0 MB (pod default/writes)",
     ]
@@ -170,7 +170,7 @@ def test_a_budget_keeps_the_node_and_then_lets_it_go(
 def test_files_are_moved_out_of_the_root_and_outlive_it(empty_host: EmptyHost) -> None:
     """`status` says how, and the commands are run as it says."""
     node, status = Node(empty_host.guest), ["unbounded-agent", "status", "--wide", MACHINE]
-    node.shell("rm -rf /srv/volume /root/work")
+    node.shell("rm -rf /srv/volume /root/notes")
     node.shell("mkdir -p /srv/data/deep && echo kept >/srv/data/deep/file && chmod 750 /srv/data")
     config = empty_host.configuration(settings='carry = ["/srv/data", "/srv/new"]')
     empty_host.guest.write("/etc/unbounded-agent/config.toml", config.encode())

@@ -114,7 +114,7 @@ def test_directories_that_cannot_be_carried(carry: list[str], why: str) -> None:
 
 
 def test_directories_that_can_be_carried() -> None:
-    carry = ["/srv/data", "/usr/local/share/app", "/root/work", "/home", "/var/lib/app", "/etc/app"]
+    carry = ["/srv/data", "/usr/local/share/app", "/root/notes", "/home", "/var/lib/app", "/etc/app"]
     (machine,) = configured(carry).machines.values()
     assert machine.node
     assert machine.node.carry == carry
