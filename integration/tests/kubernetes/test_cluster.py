@@ -344,9 +344,8 @@ def test_the_condition_on_the_node_says_ready_or_why_not(cluster: Cluster, bed: 
     """
 
     def told() -> list[tuple[str, str, str]]:
-        found = cluster.get("events", "--sort-by=.lastTimestamp")["items"]
-        ours = [each for each in found if each["source"]["component"] == "unbounded-agent"]
-        return [(each["type"], each["reason"], each["message"]) for each in ours]
+        found = cluster.get("events", "--field-selector=source=unbounded-agent", "--sort-by=.lastTimestamp")
+        return [(each["type"], each["reason"], each["message"]) for each in found["items"]]
 
     def on_node() -> dict[str, Any]:
         conditions = cluster.get("node", MACHINE)["status"]["conditions"]

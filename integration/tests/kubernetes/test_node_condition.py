@@ -122,8 +122,9 @@ def test_events_of_the_node_say_what_happened_to_its_gpus(
     """With the kubelet's identity, which may write Events, but not read them."""
 
     def events() -> list[tuple[str, str, str, int]]:
-        found = json.loads(control_plane.kubectl("get", "events", "--sort-by=.firstTimestamp", "--output=json"))
-        ours = [each for each in found["items"] if each["source"]["component"] == "unbounded-agent"]
+        selected = "--field-selector=source=unbounded-agent"
+        found = control_plane.kubectl("get", "events", selected, "--sort-by=.firstTimestamp", "--output=json")
+        ours = json.loads(found)["items"]
         assert {each["involvedObject"]["name"] for each in ours} <= {NODE}
         return [(each["type"], each["reason"], each["message"], each["count"]) for each in ours]
 
