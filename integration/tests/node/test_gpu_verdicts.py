@@ -166,14 +166,15 @@ def simulated_libcuda(bed: Bed, faults: str, directory: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("faults", "said"),
+    ("faults", "result", "said"),
     [
-        ("wrong=compute", "threads computed wrongly"),
-        ("fail=cuCtxSynchronize:214", "CUDA_ERROR_ECC_UNCORRECTABLE"),
+        ("wrong=compute", "failed", "threads computed wrongly"),
+        ("fail=cuCtxSynchronize:214", "failed", "CUDA_ERROR_ECC_UNCORRECTABLE"),
+        ("hang=cuCtxSynchronize", "hung", "stopped after its time limit of 125 s"),
     ],
 )
 def test_a_gpu_that_computes_wrongly_is_fenced_until_a_test_passes(
-    site: Site, tmp_path: Path, faults: str, said: str
+    site: Site, tmp_path: Path, faults: str, result: str, said: str
 ) -> None:
     """The machine's own service tests it and another GPU, on a simulated libcuda. No line in any log says that."""
     bed, bad, sound = site.bed, GPUS[BAD_GPU], GPUS[BAD_GPU + 1]
@@ -181,10 +182,33 @@ def test_a_gpu_that_computes_wrongly_is_fenced_until_a_test_passes(
     test = f"unbounded-agent gpus test {bad} {sound} --json >/root/tested; test $? = 1"
     site.fenced(f"a test finds {faults}", test, bad, reason="TestFailed", limit=600)
     found = {each["address"]: each for each in json.loads(bed.guest.read("/root/tested"))["gpus"]}
-    assert (found[bad]["result"], found[sound]["result"]) == ("failed", "passed")
+    assert (found[bad]["result"], found[sound]["result"]) == (result, "passed")
     assert said in found[bad]["results"][0]["message"]
+    bed.node.shell("! grep -l '[g]pu_test.py' /proc/[0-9]*/cmdline")
     bed.node.shell(f"sed -i 's/ {faults}//' /run/simulated-cuda")
     site.follow("to schedulable: a test passes", "healthy", f"unbounded-agent gpus test {bad}", bad, limit=600)
+    site.counts()
+
+
+@pytest.mark.exhaustive
+def test_a_gpu_that_computes_slowly_is_degraded_and_keeps_its_pods(site: Site, tmp_path: Path) -> None:
+    """On a simulated libcuda, whose times are simulated too."""
+    bed, bad = site.bed, GPUS[BAD_GPU]
+    simulated_libcuda(bed, "slow=0.1", tmp_path)
+    tested = json.loads(bed.agent("gpus", "test", bad, "--json", timeout=600, check=False).stdout)["gpus"]
+    assert [(each["result"], "memory_bandwidth" in each["results"][0]["slow"]) for each in tested] == [("failed", True)]
+
+    def told() -> list[tuple[str, str]]:
+        gpus = json.loads(bed.agent("gpus", "--json").stdout)["gpus"]
+        return [(each["health"], each["healthReason"]) for each in gpus if each["address"] == bad]
+
+    assert told() == [("degraded", "TestSlow")]
+    assert not any(each.effect for each in parse_gpu_states(bed.guest.read(gpu_states_file(MACHINE))).values())
+    assert site.condition("Ready")[0] == "True"
+    site.counts()
+    bed.node.shell("sed -i 's/ slow=0.1//' /run/simulated-cuda")
+    bed.agent("gpus", "test", bad, timeout=600)
+    assert told() != [("degraded", "TestSlow")]
     site.counts()
 
 
