@@ -170,7 +170,7 @@ def simulated_libcuda(bed: Bed, faults: str, directory: Path) -> None:
     [
         ("wrong=compute", "failed", "threads computed wrongly"),
         ("fail=cuCtxSynchronize:214", "failed", "CUDA_ERROR_ECC_UNCORRECTABLE"),
-        ("hang=cuCtxSynchronize", "hung", "stopped after its time limit of 125 s"),
+        ("hang=cuCtxSynchronize", "hung", "stopped after its time limit of 120 s"),
     ],
 )
 def test_a_gpu_that_computes_wrongly_is_fenced_until_a_test_passes(
