@@ -53,6 +53,8 @@ from agent.model.paths import (
     HEALTH_NAME,
     MACHINE_HANDOFF_DIRECTORY,
     MACHINE_REPORT_DIRECTORY,
+    NODE_CORDON_MARK,
+    NODE_FILES,
     PCI_DEVICES,
     REPORT_NAME,
 )
@@ -154,6 +156,7 @@ def _rounds(system: System) -> Iterator[Outcome]:
             say(INFO, f"{HANDOFF} does not exist: on the host, {why}")
             break
         context = Context.of(system, handoff)
+        _let_node_be_seen(context)
         outcome = settle(context)
         # An error must not keep the report from being written. Without the note, each run logs everything.
         logged: dict[str, object] = {}
@@ -181,6 +184,19 @@ def _rounds(system: System) -> Iterator[Outcome]:
             asking = InBackground(partial(_ask, context, questions, outcome.fabric))
     if asking and asking.result() and report_again:
         report_again()
+
+
+def _let_node_be_seen(context: Context) -> None:
+    """Once per boot, let agent.machine.node_cordon look at the Node that `up` has made.
+
+    Another root of this machine may have cordoned it, such as one that `up --rebuild` has removed.
+    """
+    system, notes = context.system, context.notes
+    with contextlib.suppress(OSError):
+        if not notes.load("node-seen") and system.exists(NODE_FILES):
+            if not system.exists(NODE_CORDON_MARK):
+                system.write(NODE_CORDON_MARK, b"", 0o600)
+            notes.save("node-seen", {"asked": True})
 
 
 def _read_handoff(system: System, published: FileIdentity) -> Handoff:

@@ -225,7 +225,7 @@ def test_a_reset_evicts_only_the_gpus_pods_and_obeys_their_budgets(
     reset = ("gpus", "reset", *gpus, "--evict", "--yes")
 
     def observed() -> bool:
-        return cluster.get("pdb", "kept")["status"].get("expectedPods") == 1
+        return bool(cluster.get("pdb", "kept")["status"].get("expectedPods") == 1)
 
     cluster.wait("the budget counts its pod", observed)
     refused = bed.agent(*reset, "--timeout=30", check=False)
