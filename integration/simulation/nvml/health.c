@@ -149,7 +149,7 @@ static nvmlReturn_t field(const struct gpu *device, nvmlFieldValue_t *field)
 		field->value.uiVal = action == RECOVERY_DRAIN_AND_RESET;
 		return NVML_SUCCESS;
 	default:
-		return NVML_ERROR_NOT_SUPPORTED;
+		return nvlink_field(device, field->fieldId, field->scopeId, &field->value.uiVal);
 	}
 }
 
