@@ -313,11 +313,11 @@ class Reset(Struct):
 
     def _withheld(self) -> Iterable[str]:
         recorded = observe_gpus(self.reconciler.system).resetting
-        again = f"`unbounded-agent gpus reset {' '.join(self.addresses)}{' --evict' if self.evict else ''}`"
+        arguments = " ".join((*self.addresses, *(["--evict"] if self.evict else ())))
         for address in self.addresses:
             if address in recorded:
                 yield (
-                    f"{address} stays withheld: {again} goes on, "
+                    f"{address} stays withheld: `unbounded-agent gpus reset {arguments}` goes on, "
                     f"`unbounded-agent gpus attach {address}` gives it back as it is, and forgets its error"
                 )
 
