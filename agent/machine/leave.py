@@ -237,13 +237,9 @@ def _require_fence(work: _Work) -> None:
 
 def _users(work: _Work, client: ApiClient) -> set[str]:
     """Return the uids of the pods whose claims have one of the GPUs, or a partition of one. Raises ApiError."""
-    users, names = set[str](), [slice_name(each) for each in work.gpus]
+    users, names = set[str](), {slice_name(each) for each in work.gpus}
     for claim in prepared_claims(work.system):
-        if any(
-            device == name or device.startswith(f"{name}{PARTITION_INFIX}")
-            for device in claim.devices
-            for name in names
-        ):
+        if not names.isdisjoint(each.partition(PARTITION_INFIX)[0] for each in claim.devices):
             work.check()
             users.update(_consumers(client, claim))
     return users
