@@ -34,7 +34,14 @@ from agent.model.contract import (
     render_leave_request,
 )
 from agent.model.handoff import Handoff, Request, render_handoff
-from agent.model.paths import DRA_CLAIMS, GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY, RUNTIME, STATE
+from agent.model.paths import (
+    DRA_CLAIMS,
+    GPU_STATES_NAME,
+    MACHINE_HANDOFF_DIRECTORY,
+    NODE_CORDON_MARK,
+    RUNTIME,
+    STATE,
+)
 from agent.system.files import System
 from agent.system.process import host_runner
 from integration.bed.cache import REPOSITORY
@@ -91,9 +98,17 @@ class NodeNamespace:
 
     def offer(self, gpu: str) -> None:
         """Grant a GPU, which the kubelet's checkpoint has from a device plugin that has just ended."""
+        self.grant(gpu)
+        self._system.write(CHECKPOINT, b'{"Data": {"RegisteredDevices": {"nvidia.com/gpu": ["GPU-1"]}}}')
+
+    def grant(self, gpu: str) -> None:
+        """Grant a GPU."""
         request = Request("nvidia", (gpu,), ())
         self._system.write(HANDOFF, render_handoff(Handoff("gpu-node", "x86_64", (request,))))
-        self._system.write(CHECKPOINT, b'{"Data": {"RegisteredDevices": {"nvidia.com/gpu": ["GPU-1"]}}}')
+
+    def boot_first(self) -> None:
+        """Leave the mark that the GPU setup leaves in the first run of a boot from a new root."""
+        self._system.write(NODE_CORDON_MARK, b"")
 
     def withdraw(self) -> None:
         """Remove the published host status."""

@@ -219,6 +219,25 @@ def test_neither_cordon_lifts_the_other_one(
 
 
 @pytest.mark.usefixtures("nodes")
+def test_a_new_root_ends_the_cordon_that_another_one_has_made(
+    control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str, tmp_path: Path
+) -> None:
+    machine.offer(GPU)
+    fenced = (FencedGpu(GPU, "Xid48"),)
+    machine.publish_status(GOOD, fenced=fenced)
+    machine.run(kubeconfig)
+    rebuilt = NodeNamespace(tmp_path / "rebuilt", control_plane.binaries / "kubectl")
+    rebuilt.boot_first()
+    rebuilt.grant(GPU)
+    rebuilt.publish_status(GOOD, fenced=fenced)
+    rebuilt.run(kubeconfig)
+    assert node(control_plane) == (True, {CORDONED_FOR: f"{GPU}=Xid48"}), "its device plugin has not started yet"
+    rebuilt.publish_status(GOOD)
+    rebuilt.run(kubeconfig)
+    assert node(control_plane) == (False, {})
+
+
+@pytest.mark.usefixtures("nodes")
 def test_a_cordon_of_somebody_else_stays(control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str) -> None:
     control_plane.kubectl("cordon", NODE)
     assert machine.leave(LeaveTask.DRAIN, kubeconfig)["end"] == "done"
