@@ -7,7 +7,7 @@ half has the kubelet's identity, which may cordon its own Node and evict its pod
 import posixpath
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
@@ -98,7 +98,7 @@ def uncordon(machine: str, system: System, progress: Progress) -> str:
     return said
 
 
-def evict(machine: str, gpus: Collection[str], system: System, progress: Progress, limit: float) -> None:
+def evict(machine: str, gpus: Iterable[str], system: System, progress: Progress, limit: float) -> None:
     """Let the machine evict the pods that were given these GPUs, within `limit` seconds. Budgets are obeyed.
 
     New pods must not get the GPUs. Raises AgentError.
