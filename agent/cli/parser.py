@@ -387,7 +387,7 @@ COMMANDS = {
         "goes on; `gpus attach` ends it.",
         _argument("addresses", f"{WHICH_GPU}; GPUs that must be reset together", metavar="PCI-ADDRESS", nargs="+"),
         DRY_RUN,
-        _flag("--evict", "end the pods that have the GPU; needs DRA; disruption budgets do not keep pods with claims"),
+        _flag("--evict", "evict the pods that were given the GPU, as far as their disruption budgets allow; needs DRA"),
         _seconds(
             "--timeout",
             600.0,

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from agent.dra.inventory import Device
 from agent.dra.slices import API
-from agent.model.contract import Effect
+from agent.model.contract import PARTITION_INFIX, Effect
 from agent.model.errors import AgentError, DocumentError
 from agent.model.json_document import (
     accept_version,
@@ -311,8 +311,6 @@ def parse_checkpoint(data: bytes) -> dict[ClaimReference, tuple[PreparedDevice, 
 
 ATTEMPTS = 5
 """How often to look again at the claims that have a wanted device, if they change meanwhile."""
-PARTITION_INFIX = "-mig-"
-"""Separates a GPU's name from the numbers of its partition (agent.dra.inventory.device_name)."""
 
 
 class NodeClaims:

@@ -5,7 +5,6 @@ The machine half's document lists the allocatable devices, and the host half's h
 
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from agent.model import contract
-from agent.model.contract import AllocatableDevice, AllocatableVendor, Effect, GpuState, GpuStatus
+from agent.model.contract import AllocatableDevice, AllocatableVendor, Effect, GpuState, GpuStatus, slice_name
 from agent.model.errors import AgentError, DocumentError
 from agent.model.paths import ALLOCATABLE, DRA_DRIVER, GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY
 from agent.system.files import System
@@ -72,12 +71,6 @@ class Device(NamedTuple):
     requests no part gets all of it."""
 
 
-def device_name(device: AllocatableDevice) -> str:
-    """Return the device's name: a label of RFC 1123, unique on the node."""
-    address = re.sub("[:.]", "-", device.pci_address)
-    return "-".join((f"gpu-{address}", *(("mig", *map(str, device.partition)) if device.partition else ())))
-
-
 def make_devices(
     vendors: Iterable[AllocatableVendor],
     states: Mapping[str, GpuStatus],
@@ -107,7 +100,8 @@ def _device(vendor: str, source: AllocatableDevice, state: GpuStatus | None, fac
         "type": PARTITION if source.partition else WHOLE,
         PCI_BUS_ID: source.pci_address,
     }
-    device = Device(device_name(source), vendor, source.cdi_names, source.pci_address, attributes, facts.capacity)
+    name = slice_name(source.pci_address, source.partition)
+    device = Device(name, vendor, source.cdi_names, source.pci_address, attributes, facts.capacity)
     if state is None:
         return device
     if state.pcie_root:

@@ -289,8 +289,6 @@ class Removal(Struct):
     """Whether this command has recorded the GPU as detached or tainted, and has not undone that."""
     purpose: str = "remove"
     """What somebody will do with the GPU, as a verb."""
-    evict: bool = False
-    """Whether pods that have the GPU are evicted, whatever the policy."""
     ignored: frozenset[str] = frozenset()
     """Programs on the host, by their names in /proc/PID/comm, that may have the GPU open all the same."""
 
@@ -300,7 +298,7 @@ class Removal(Struct):
         if self._offered(self.machines):
             # First only taint the GPU. It stays in the CDI specification, so that containers of its pods can restart.
             started, limits = time.monotonic(), {"refuse": 0, "drain-wait": seconds, "force": self.timing.eviction}
-            self.record(partial(record_tainted, evict=self.evict or policy == "force"))
+            self.record(partial(record_tainted, evict=policy == "force"))
             outcome = self.reconciler.reconcile()
             if self._offered(machine.name for machine in self._running(outcome)):
                 self.reconciler.progress(f"waiting {self.timing.taint:.0f} s until no new pod gets {address}")

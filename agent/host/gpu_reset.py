@@ -12,6 +12,7 @@ from functools import partial
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from agent.host import leave
 from agent.host.detach import (
     POLICIES,
     Ending,
@@ -36,6 +37,7 @@ from agent.host.state.gpus import (
 from agent.host.state.locks import detach_lock, pass_lock
 from agent.host.vendors import host_vendor
 from agent.host.verify.gpu_states import health
+from agent.model.contract import LEAVE_LIMIT
 from agent.model.device import DeviceKind
 from agent.model.errors import AgentError, CommandError
 from agent.model.facts import GPU_TEST, KERNEL_LOG, Facts, Gpu, Verdict
@@ -63,7 +65,7 @@ def prepare(
     removals = []
     for address, gpu in sorted(gpus.items()):
         machines = granted_to(address, facts, planned, configured)
-        removal = Removal(gpu, machines, reconciler, timing, gpu_nodes(facts, address), purpose="reset", evict=evict)
+        removal = Removal(gpu, machines, reconciler, timing, gpu_nodes(facts, address), purpose="reset")
         removal.ignored = tool.released | tool.partners
         removals.append(removal)
     having = sorted({name for removal in removals for name in removal.machines})
@@ -76,7 +78,7 @@ def prepare(
     limit: float = max((configured[name].drain_wait for name in having), default=0)
     if evict or seconds is not None:
         policy, limit = "drain-wait", timing.eviction if seconds is None else seconds
-    return Reset(tuple(removals), tool, reconciler, policy, limit, having, facts)
+    return Reset(tuple(removals), tool, reconciler, policy, limit, having, facts, evict)
 
 
 def _tool(gpus: Iterable[Gpu], facts: Facts, reconciler: Reconciler) -> GpuReset:
@@ -124,6 +126,8 @@ class Reset(Struct):
     """Machines that have one of the GPUs, or may open it."""
     facts: Facts
     """What `sentences` tells about."""
+    evict: bool = False
+    """Whether pods that were given the GPUs are evicted first."""
     remarks: list[str] = field(default_factory=list)
     """What went wrong although the GPUs work, one sentence each."""
     allow: Callable[[str], object] = lambda address: None
@@ -166,7 +170,7 @@ class Reset(Struct):
             "force": "take it even from processes that have it open (on_detach is force)",
         }
         have = ", ".join(self.machines) or "no machine"
-        evict = ", and evict the pods that have it" if self.removals[0].evict else ""
+        evict = ", and evict the pods that have it" if self.evict else ""
         return (
             *lines,
             f"would keep new pods from {self.names}{evict}",
@@ -214,12 +218,33 @@ class Reset(Struct):
                 what = "is in use; nothing was changed (on_detach is refuse; --timeout waits)"
                 return self._stopped(removal.in_use(what, held).sentences)
         for removal in self.removals:
-            removal.record(partial(record_tainted, evict=removal.evict, reset=True))
+            removal.record(partial(record_tainted, evict=False, reset=True))
+        if self.evict and (failed := self._evict(end)):
+            return failed
         for removal in self.removals:
             ending = removal.run(self.policy, max(0, round(end - time.monotonic())))
             self.remarks += removal.remarks
             if not ending.done:
                 return self._stopped(ending.sentences)
+        return None
+
+    def _evict(self, end: float) -> Ending | None:
+        """Let the machines evict the pods that were given the GPUs. Return why that failed."""
+        system, progress, taint = self.reconciler.system, self.reconciler.progress, self.removals[0].timing.taint
+        running = {each.name for each in self.reconciler.reconcile().facts.machines if not each.ended}
+        if running.isdisjoint(self.machines):
+            return None
+        progress(f"waiting {taint:.0f} s until no new pod gets {self.names}")
+        time.sleep(taint)
+        for name in (each for each in self.machines if each in running):
+            gpus = [each.gpu.pci_address for each in self.removals if name in each.machines]
+            try:
+                leave.evict(name, gpus, system, progress, min(LEAVE_LIMIT, max(0.0, end - time.monotonic())))
+            except AgentError as error:
+                return self._stopped((f"{self.names} was not reset: {error}",))
+        for removal in self.removals:
+            # It was waited for.
+            removal.timing = replace(removal.timing, taint=0.0)
         return None
 
     def _reset(self) -> Ending | None:
@@ -288,10 +313,11 @@ class Reset(Struct):
 
     def _withheld(self) -> Iterable[str]:
         recorded = observe_gpus(self.reconciler.system).resetting
+        arguments = " ".join((*self.addresses, *(["--evict"] if self.evict else ())))
         for address in self.addresses:
             if address in recorded:
                 yield (
-                    f"{address} stays withheld: `unbounded-agent gpus reset {' '.join(self.addresses)}` goes on, "
+                    f"{address} stays withheld: `unbounded-agent gpus reset {arguments}` goes on, "
                     f"`unbounded-agent gpus attach {address}` gives it back as it is, and forgets its error"
                 )
 

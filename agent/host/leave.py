@@ -98,6 +98,14 @@ def uncordon(machine: str, system: System, progress: Progress) -> str:
     return said
 
 
+def evict(machine: str, gpus: Iterable[str], system: System, progress: Progress, limit: float) -> None:
+    """Let the machine evict the pods that were given these GPUs, within `limit` seconds. Budgets are obeyed.
+
+    New pods must not get the GPUs. Raises AgentError.
+    """
+    _ask(machine, system, progress, LeaveTask.EVICT, limit, tuple(sorted(gpus)))
+
+
 def what_is_lost(machine: str, system: System, limit: float = LOOK_LIMIT) -> tuple[Lost, ...]:
     """Return the files of a running machine that a new root would not have, by directory or volume.
 
@@ -131,12 +139,14 @@ def _refuse_stopped(machine: str, system: System) -> None:
         raise CannotLeaveError(f"the agent has never set up machine {machine}")
 
 
-def _ask(machine: str, system: System, progress: Progress, task: LeaveTask, limit: float) -> LeaveAnswer:
+def _ask(
+    machine: str, system: System, progress: Progress, task: LeaveTask, limit: float, gpus: tuple[str, ...] = ()
+) -> LeaveAnswer:
     """Publish a request, and return the answer when all is done. Raises AgentError."""
     _refuse_stopped(machine, system)
     busy = f"another command waits for machine {machine}"
     with locked(system, leave_lock_file(machine), 0, busy):
-        request = LeaveRequest(secrets.token_hex(8), task, limit)
+        request = LeaveRequest(secrets.token_hex(8), task, limit, gpus)
         documents, waiting = (
             {machine: render_leave_request(request)},
             _Waiting(machine, system, progress, request, time.monotonic()),

@@ -22,6 +22,7 @@ from agent.machine.kubelet import (
     Allocation,
     allocations,
     device_name,
+    prepared_claims,
     published_devices,
 )
 from agent.machine.notes import InBackground, in_words
@@ -41,9 +42,8 @@ from agent.model.contract import (
 from agent.model.device import gives_gpus
 from agent.model.errors import AgentError, CommandError, DocumentError, ExitCodeError, UnkillableError
 from agent.model.handoff import SIZE_LIMIT, Request, parse_handoff
-from agent.model.json_document import accept_version, get, objects, parse_object, require_object, strings
+from agent.model.json_document import get, parse_object
 from agent.model.paths import (
-    DRA_CLAIMS,
     GPU_TEST_NAME,
     GPU_TESTS_NAME,
     HANDOFF_NAME,
@@ -62,8 +62,6 @@ REQUEST = f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_TEST_NAME}"
 RESULTS = f"{MACHINE_REPORT_DIRECTORY}/{GPU_TESTS_NAME}"
 PODS = "/var/lib/kubelet/pods"
 """The kubelet's directory of pods, at its usual place. A pod's own directory is there until the pod is deleted."""
-CLAIMS_LIMIT = 4 << 20
-"""Bytes of the largest record of claims that is read."""
 LOOK = 0.5
 """Seconds between two looks at whether the host still wants the test."""
 HOLDERS_LIMIT = 30.0
@@ -193,9 +191,9 @@ def _taken(
             if found & {*uuids, ""}:
                 return f"the kubelet gave it to pod {quoted(allocation.pod)}; delete the pod if it has ended"
     names = {name for each in devices for name in each.cdi_names}
-    for claim, its_names in _claims(system):
-        if names & its_names:
-            return f"the claim {quoted(claim)} has it"
+    for claim in prepared_claims(system):
+        if names & claim.cdi_names:
+            return f"the claim {quoted(f'{claim.namespace}/{claim.name}')} has it"
     numbers = {(each.major, each.minor): each.path for each in granted.devices if each.pci_address == gpu.pci_address}
     held = bounded("/proc", partial(find_holders, system, numbers), HOLDERS_LIMIT).holders if numbers else ()
     used = [each.describe() for each in held if each.pod_uid and each.command not in vendor.monitors]
@@ -211,25 +209,6 @@ def _allocations(system: System) -> Iterator[Allocation]:
     # Without the directory, the kubelet's root is elsewhere.
     kept = set(system.entries(PODS)) if system.is_directory(PODS) else None
     yield from (each for each in found if kept is None or each.pod in kept)
-
-
-def _claims(system: System) -> Iterator[tuple[str, set[str]]]:
-    """Yield the claims that agent.dra has prepared, each with its devices' CDI names. Those of monitors are left out.
-
-    agent.dra.claims writes the record. This module cannot import that one, which needs libraries.
-    """
-
-    def claim(where: str, item: dict[str, Any]) -> tuple[str, set[str]]:
-        devices = [require_object(where, each) for each in get(where, item, "devices", list)]
-        names = {name for each in devices if not each.get("admin") for name in strings(where, each, "cdi_names")}
-        return f"{get(where, item, 'namespace', str)}/{get(where, item, 'name', str)}", names
-
-    try:
-        document = parse_object(DRA_CLAIMS, system.read(DRA_CLAIMS, CLAIMS_LIMIT))
-    except FileNotFoundError:
-        return
-    accept_version(DRA_CLAIMS, document, 1)
-    yield from objects(DRA_CLAIMS, document, "claims", claim)
 
 
 def _tested(system: System, request: GpuTestRequest, gpu: GpuToTest, device: _Device) -> tuple[GpuTestResult, bool]:

@@ -32,8 +32,8 @@ from agent.model.contract import (
 from agent.model.device import gives_gpus
 from agent.model.errors import CommandError, DocumentError
 from agent.model.handoff import SIZE_LIMIT, Request
-from agent.model.json_document import get, objects, parse_json, parse_object, strings
-from agent.model.paths import ALLOCATABLE, DRA_STATUS, MACHINE_REPORT_DIRECTORY, NODE_FILES, REPORT_NAME
+from agent.model.json_document import accept_version, get, objects, parse_json, parse_object, require_object, strings
+from agent.model.paths import ALLOCATABLE, DRA_CLAIMS, DRA_STATUS, MACHINE_REPORT_DIRECTORY, NODE_FILES, REPORT_NAME
 from agent.model.text import counted, first_of, first_quoted, quoted, rfc3339
 from agent.system.files import UNUSABLE, System
 from agent.system.journal import Ages
@@ -256,6 +256,42 @@ def allocations(data: bytes) -> tuple[Allocation, ...]:
     content = get(CHECKPOINT, parse_object(CHECKPOINT, data), "Data", dict)
     # Go writes a slice without elements as null or as [].
     return objects(CHECKPOINT, {"Data": content.get("PodDeviceEntries") or []}, "Data", allocation)
+
+
+CLAIMS_LIMIT = 4 << 20
+"""Bytes of the largest record of claims that is read."""
+
+
+class Claim(NamedTuple):
+    """A claim that agent.dra has prepared for the kubelet. Devices that it only monitors are left out."""
+
+    namespace: str
+    name: str
+    uid: str
+    devices: frozenset[str]
+    """Their names in ResourceSlices."""
+    cdi_names: frozenset[str]
+
+
+def prepared_claims(system: System) -> tuple[Claim, ...]:
+    """Return the claims of this node's pods. Raises OSError or DocumentError.
+
+    agent.dra.claims writes the record. This module cannot import that one, which needs libraries.
+    """
+
+    def claim(where: str, item: dict[str, Any]) -> Claim:
+        devices = [require_object(where, each) for each in get(where, item, "devices", list)]
+        had = [each for each in devices if not each.get("admin")]
+        namespace, name, uid = (get(where, item, key, str) for key in ("namespace", "name", "uid"))
+        cdi_names = frozenset(each for device in had for each in strings(where, device, "cdi_names"))
+        return Claim(namespace, name, uid, frozenset(get(where, each, "device", str) for each in had), cdi_names)
+
+    try:
+        document = parse_object(DRA_CLAIMS, system.read(DRA_CLAIMS, CLAIMS_LIMIT))
+    except FileNotFoundError:
+        return ()
+    accept_version(DRA_CLAIMS, document, 1)
+    return objects(DRA_CLAIMS, document, "claims", claim)
 
 
 def _not_running(vendor: MachineVendor, plugin: Plugin) -> Condition | None:

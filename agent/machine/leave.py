@@ -2,7 +2,9 @@
 
 In Kubernetes 1.36 and 1.37, a node's identity may list the pods of its own Node, and evict them (NodeRules of
 bootstrappolicy; admitPodEviction of the admission plugin NodeRestriction). It may also cordon it (node_cordon.py). As
-there, an annotation tells this cordon from others. Neither of the two lifts the other one's.
+there, an annotation tells this cordon from others. Neither of the two lifts the other one's. For a reset of GPUs, only
+the pods that were given these are evicted, and the Node is not cordoned: Kubernetes' own eviction from tainted devices
+deletes pods, whatever their disruption budgets say (pkg/controller/devicetainteviction).
 
 unbounded-agent-leave.service runs this when a command on the host asks for it. The answer is next to the report.
 """
@@ -16,6 +18,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from agent.machine.kubelet import Claim, prepared_claims
 from agent.machine.notes import Owned, in_words
 from agent.machine.requests import WithdrawnError, serve
 from agent.machine.vendors import VENDORS
@@ -23,14 +26,17 @@ from agent.model.conditions import Condition, ConditionType
 from agent.model.contract import (
     LOST_LIMIT,
     NAMED,
+    PARTITION_INFIX,
     LeaveAnswer,
     LeaveEnd,
     LeaveRequest,
     LeaveTask,
     Lost,
+    parse_gpu_states,
     parse_host_status,
     parse_leave_request,
     render_leave_answer,
+    slice_name,
 )
 from agent.model.errors import AgentError, DocumentError
 from agent.model.handoff import SIZE_LIMIT
@@ -39,6 +45,7 @@ from agent.model.paths import (
     CONDITIONS_NAME,
     CORDONED_FOR,
     CORDONED_TO_LEAVE,
+    GPU_STATES_NAME,
     LEAVE_NAME,
     LEAVING_NAME,
     MACHINE_HANDOFF_DIRECTORY,
@@ -150,6 +157,10 @@ class _Work:
             time.sleep(min(LOOK, left))
             self.check()
 
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        return self._request.gpus
+
     def kubelet(self) -> tuple[Identity, ApiClient]:
         """Return the running kubelet, and a client with its identity. Raises _UnableError or OSError."""
         found = Kubelet(self.system).find(ConditionType.NODE_CONDITION_SET)
@@ -190,13 +201,71 @@ class _Pod(NamedTuple):
 
 def _drain(work: _Work) -> str:
     identity, client = work.kubelet()
-    evictions, problem, cordoned = _Evictions(client, work), "", False
+    cordoned = False
+
+    def find() -> list[_Pod]:
+        nonlocal cordoned
+        cordoned = cordoned or _cordon(client, identity.node)
+        return [_pod(each) for each in _pods(client, identity.node) if must_leave(each)]
+
+    _evict_all(work, client, find, f"node {identity.node}")
+    return f"node {identity.node} is drained"
+
+
+def _evict_users(work: _Work) -> str:
+    """Evict the pods that were given the GPUs, also those of DaemonSets."""
+    identity, client = work.kubelet()
+    names = ", ".join(work.gpus)
+
+    def find() -> list[_Pod]:
+        _require_fence(work)
+        if not (users := _users(work, client)):
+            return []
+        pods = (_pod(each) for each in _pods(client, identity.node) if not _has_ended(each))
+        return [each for each in pods if each.uid in users]
+
+    _evict_all(work, client, find, names)
+    return f"no pod has {names}"
+
+
+def _require_fence(work: _Work) -> None:
+    """Raise AgentError if new pods may get one of the GPUs: then, pods would be evicted for nothing."""
+    states = parse_gpu_states(work.system.read(f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}", SIZE_LIMIT))
+    if offered := [each for each in work.gpus if each not in states or not states[each].effect]:
+        raise AgentError(f"new pods may get {', '.join(offered)}: no more pods are evicted")
+
+
+def _users(work: _Work, client: ApiClient) -> set[str]:
+    """Return the uids of the pods whose claims have one of the GPUs, or a partition of one. Raises ApiError."""
+    users, names = set[str](), {slice_name(each) for each in work.gpus}
+    for claim in prepared_claims(work.system):
+        if not names.isdisjoint(each.partition(PARTITION_INFIX)[0] for each in claim.devices):
+            work.check()
+            users.update(_consumers(client, claim))
+    return users
+
+
+def _consumers(client: ApiClient, claim: Claim) -> Iterator[str]:
+    """Yield the uids of a claim's pods."""
+    try:
+        found = client.get(f"/apis/resource.k8s.io/v1/namespaces/{claim.namespace}/resourceclaims/{claim.name}")
+    except ApiError as error:
+        # The node authorizer answers 403 if no pod of this node has the claim (authorizeGet of node_authorizer.go).
+        if error.status in (HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN):
+            return
+        raise
+    if found["metadata"]["uid"] == claim.uid:
+        reserved = (found.get("status") or {}).get("reservedFor") or ()
+        yield from (each["uid"] for each in reserved if each.get("resource") == "pods")
+
+
+def _evict_all(work: _Work, client: ApiClient, find: Callable[[], list[_Pod]], place: str) -> None:
+    """Evict the pods that `find` returns until there are none. Raises AgentError when the time is up."""
+    evictions, problem = _Evictions(client, work), ""
     while True:
         work.check()
         try:
-            cordoned = cordoned or _cordon(client, identity.node)
-            pods = [_pod(each) for each in _pods(client, identity.node) if must_leave(each)]
-            problem = ""
+            pods, problem = find(), ""
         except ApiError as error:
             if error.status in REFUSED:
                 raise
@@ -204,11 +273,11 @@ def _drain(work: _Work) -> str:
         if pods is not None:
             if not pods:
                 work.tell(LeaveEnd.WORKING, pods=0, waiting=())
-                return f"node {identity.node} is drained"
+                return
             work.tell(LeaveEnd.WORKING, pods=len(pods), waiting=evictions.make(pods))
         if work.over:
             left = "" if pods is None else "pods are left on "
-            raise AgentError(f"{left}node {identity.node}: {problem}" if problem else f"{left}node {identity.node}")
+            raise AgentError(f"{left}{place}: {problem}" if problem else f"{left}{place}")
         work.pause()
 
 
@@ -218,7 +287,11 @@ def must_leave(pod: Mapping[str, Any]) -> bool:
     owners = metadata.get("ownerReferences") or ()
     of_daemon_set = any(each.get("controller") and each.get("kind") == "DaemonSet" for each in owners)
     is_mirror = MIRROR in (metadata.get("annotations") or {})
-    return not of_daemon_set and not is_mirror and (pod.get("status") or {}).get("phase") not in ENDED
+    return not of_daemon_set and not is_mirror and not _has_ended(pod)
+
+
+def _has_ended(pod: Mapping[str, Any]) -> bool:
+    return (pod.get("status") or {}).get("phase") in ENDED
 
 
 def _pod(item: Mapping[str, Any]) -> _Pod:
@@ -511,5 +584,6 @@ TASKS: Mapping[LeaveTask, Callable[[_Work], str]] = {
     LeaveTask.DRAIN: _drain,
     LeaveTask.UNCORDON: _uncordon,
     LeaveTask.LOOK: _look,
+    LeaveTask.EVICT: _evict_users,
 }
 """Each returns a message for the host."""

@@ -43,26 +43,30 @@ def settle_cordon(system: System, kubelet: Kubelet, ages: Ages, before: str) -> 
     except DocumentError:
         # Another condition names the document. Without it, nothing is known, and so nothing changes.
         return before
+    recorded = None
     try:
-        return _settle(system, kubelet, fenced, ages)
+        recorded = system.read_text(NODE_CORDON_MARK).strip() if system.exists(NODE_CORDON_MARK) else None
+        return _settle(system, kubelet, fenced, recorded, ages)
     except (AgentError, OSError) as error:
-        return f"cannot tell the Node which GPUs are fenced, and tries again: {error}"
+        problem = f"cannot tell the Node which GPUs are fenced, and tries again: {error}"
+        # In a new root, the kubelet may not have joined yet.
+        return problem if fenced or recorded != "" else ""
 
 
-def _settle(system: System, kubelet: Kubelet, fenced: Sequence[FencedGpu], ages: Ages) -> str:
-    recorded = system.read_text(NODE_CORDON_MARK).strip() if system.exists(NODE_CORDON_MARK) else ""
-    if not fenced and not recorded:
+def _settle(system: System, kubelet: Kubelet, fenced: Sequence[FencedGpu], recorded: str | None, ages: Ages) -> str:
+    """`recorded` is the content of the mark; None without one."""
+    if not fenced and recorded is None:
         return ""
     wanted = _offered(system, fenced, ages)
     identity = kubelet.find(ConditionType.NODE_CONDITION_SET)
     if isinstance(identity, Condition):
         return f"the node is not changed: {identity.message}" if wanted or recorded else ""
-    if recorded not in ("", identity.node):
+    if recorded not in (None, "", identity.node):
         say(INFO, f"node {recorded} stays cordoned: the kubelet is now that of node {identity.node}: uncordon it")
     for _ in range(TRIES - 1):
         with contextlib.suppress(ConflictError):
-            return _change(system, identity, fenced, wanted)
-    return _change(system, identity, fenced, wanted)
+            return _change(system, identity, fenced, wanted, recorded or "")
+    return _change(system, identity, fenced, wanted, recorded or "")
 
 
 def _offered(system: System, fenced: Sequence[FencedGpu], ages: Ages) -> tuple[FencedGpu, ...]:
@@ -75,15 +79,20 @@ def _offered(system: System, fenced: Sequence[FencedGpu], ages: Ages) -> tuple[F
     return tuple(each for each in fenced if each.pci_address in offered)
 
 
-def _change(system: System, identity: Identity, fenced: Sequence[FencedGpu], wanted: Sequence[FencedGpu]) -> str:
+def _change(
+    system: System, identity: Identity, fenced: Sequence[FencedGpu], wanted: Sequence[FencedGpu], recorded: str
+) -> str:
     client, path = ApiClient(Credentials(system, identity.kubeconfig)), f"/api/v1/nodes/{identity.node}"
     try:
         node = client.get(path)
     except NotFoundError:
         system.remove(NODE_CORDON_MARK)
-        return f"the API server has no node {identity.node}"
+        return f"the API server has no node {identity.node}" if fenced or recorded else ""
     is_cordoned = (node.get("spec") or {}).get("unschedulable") is True
     found = (node["metadata"].get("annotations") or {}).get(CORDONED_FOR)
+    if is_cordoned and found and fenced and not wanted and not recorded:
+        # Another root has done that. In this one, the plugin has not started yet: it will offer the GPU.
+        return f"the node stays cordoned for {found} until its device plugin runs"
     cordoned, noted, said = decide(is_cordoned, found, _words(fenced), _words(wanted))
     # Until then, `start` may hand over a cordon of its own.
     looks_again = noted is not None or (cordoned and bool(fenced))

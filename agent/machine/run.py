@@ -29,7 +29,7 @@ from agent.machine.vendors import VENDORS
 from agent.model.conditions import Condition, ConditionType, Reason, Remark, Status, false, not_applicable, worst
 from agent.model.contract import AllocatableVendor, HealthQuestions, parse_health_questions
 from agent.model.device import FileIdentity
-from agent.model.errors import AgentError, DocumentError, UnkillableError
+from agent.model.errors import AgentError, DocumentError, ExitCodeError, UnkillableError
 from agent.model.handoff import (
     DRA,
     OTHER_DEVICES,
@@ -53,6 +53,8 @@ from agent.model.paths import (
     HEALTH_NAME,
     MACHINE_HANDOFF_DIRECTORY,
     MACHINE_REPORT_DIRECTORY,
+    NODE_CORDON_MARK,
+    NODE_FILES,
     PCI_DEVICES,
     REPORT_NAME,
 )
@@ -154,6 +156,7 @@ def _rounds(system: System) -> Iterator[Outcome]:
             say(INFO, f"{HANDOFF} does not exist: on the host, {why}")
             break
         context = Context.of(system, handoff)
+        _let_node_be_seen(context)
         outcome = settle(context)
         # An error must not keep the report from being written. Without the note, each run logs everything.
         logged: dict[str, object] = {}
@@ -181,6 +184,19 @@ def _rounds(system: System) -> Iterator[Outcome]:
             asking = InBackground(partial(_ask, context, questions, outcome.fabric))
     if asking and asking.result() and report_again:
         report_again()
+
+
+def _let_node_be_seen(context: Context) -> None:
+    """Once per boot, let agent.machine.node_cordon look at the Node that `up` has made.
+
+    Another root of this machine may have cordoned it, such as one that `up --rebuild` has removed.
+    """
+    system, notes = context.system, context.notes
+    with contextlib.suppress(OSError):
+        if not notes.load("node-seen") and system.exists(NODE_FILES):
+            if not system.exists(NODE_CORDON_MARK):
+                system.write(NODE_CORDON_MARK, b"", 0o600)
+            notes.save("node-seen", {"asked": True})
 
 
 def _read_handoff(system: System, published: FileIdentity) -> Handoff:
@@ -418,7 +434,8 @@ def _fabric(context: Context, vendor: MachineVendor, request: Request) -> tuple[
 
 HEALTH = "health"
 """Name of the note: when GPUs were `asked` last, the `answers` by GPU (`_Heard`), the `fields` that each driver root's
-tool knows, and the process that is `hanging`, with its start."""
+tool knows, the process that is `hanging`, with its start, and of the `links` of each GPU when they had counted how many
+errors, with what that says."""
 HOLDERS_LIMIT = 10.0
 """Seconds to search the machine's processes for those of pods that have a GPU open."""
 
@@ -504,6 +521,10 @@ def _ask(context: Context, questions: HealthQuestions, fabric: tuple[FabricAnswe
         # Noted before the first question: this run may be killed meanwhile, and the next one must not ask at once.
         context.notes.save(HEALTH, noted)
         before, after, began = _heard(context, noted), dict[str, _Heard](), time.time()
+        # With another binding of the driver, links count from 0.
+        noted["links"] = {
+            gpu: each for gpu, each in noted.get("links", {}).items() if gpu in before and before[gpu].asked
+        }
         for request in context.handoff.requests:
             vendor = VENDORS.get(request.vendor)
             if vendor and request.gpus and request.driver_root:
@@ -542,7 +563,9 @@ def _ask_vendor(
         if wanted and root not in noted["fields"]:
             noted["fields"] = {root: vendor.health_fields(system)}
         fields = tuple(noted["fields"][root]) if wanted else ()
-        return vendor.query_health(system, request, wanted, fields) if fields else {}, silences
+        said = vendor.query_health(system, request, wanted, fields) if fields else {}
+        links = _link_words(system, vendor, request, tuple(said), noted) if said else {}
+        return {gpu: {**words, **links.get(gpu, {})} for gpu, words in said.items()}, silences
     except UnkillableError as error:
         say(WARNING, f"no GPU is asked for its health until process {error.pid} has ended: {error}")
         noted["hanging"] = [error.pid, _start_of(system, error.pid)]
@@ -550,6 +573,31 @@ def _ask_vendor(
     except (AgentError, OSError) as error:
         say(WARNING, f"the GPUs do not say how they are: {error}")
         return {}, silences
+
+
+def _link_words(
+    system: System, vendor: MachineVendor, request: Request, wanted: Collection[str], noted: dict[str, Any]
+) -> Mapping[str, Mapping[str, str]]:
+    """Return what the errors of GPUs' links since the last question say. They are added to `noted`.
+
+    Where nothing is counted now, what was said before counts. Raises UnkillableError.
+    """
+    counted: Mapping[str, Mapping[str, int]] = {}
+    try:
+        counted = vendor.count_link_errors(system, request, wanted)
+    except UnkillableError:
+        raise
+    except ExitCodeError:
+        # As of a tool that does not know the question.
+        pass
+    except (AgentError, OSError) as error:
+        say(WARNING, f"the errors of the GPUs' links are not known: {error}")
+    now = time.monotonic()
+    for gpu, counts in counted.items():
+        before = noted["links"].get(gpu)
+        words = vendor.link_words(before[1], counts, now - before[0]) if before else {}
+        noted["links"][gpu] = [now, {**counts}, {**words}]
+    return {gpu: words for gpu, (_, _, words) in noted["links"].items()}
 
 
 def _silences(

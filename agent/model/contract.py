@@ -294,6 +294,8 @@ class LeaveTask(StrEnum):
     UNCORDON = "uncordon"
     LOOK = "look"
     """Look for what another root of the machine would not have."""
+    EVICT = "evict"
+    """Evict the pods that were given some GPUs."""
 
 
 class LeaveRequest(NamedTuple):
@@ -303,6 +305,8 @@ class LeaveRequest(NamedTuple):
     task: LeaveTask
     seconds: Annotated[float, Form("seconds", lambda value: 0 <= value <= LEAVE_LIMIT)]
     """After these, the machine gives up."""
+    gpus: tuple[Address, ...] = ()
+    """Only to evict: the GPUs that no pod should have."""
 
 
 class LeaveEnd(StrEnum):
@@ -393,6 +397,16 @@ class AllocatableDevice(NamedTuple):
         tuple[PartitionNumber, ...], Form("a list of up to 4 numbers", lambda found: len(found) <= 4)
     ] = ()
     """The numbers of a partition in its GPU; empty for a whole GPU. NVIDIA's have two: GPU and compute instance."""
+
+
+PARTITION_INFIX = "-mig-"
+"""Separates a GPU's name from the numbers of its partition."""
+
+
+def slice_name(pci_address: str, partition: Iterable[int] = ()) -> str:
+    """Return the device's name in ResourceSlices: a label of RFC 1123, unique on the node."""
+    numbers = "-".join(map(str, partition))
+    return f"gpu-{re.sub('[:.]', '-', pci_address)}" + (f"{PARTITION_INFIX}{numbers}" if numbers else "")
 
 
 class AllocatableVendor(NamedTuple):

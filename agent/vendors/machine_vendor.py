@@ -201,6 +201,19 @@ class MachineVendor(ABC):
         """
         raise NotImplementedError
 
+    def count_link_errors(
+        self, system: System, request: Request, gpus: Collection[str]
+    ) -> Mapping[str, Mapping[str, int]]:
+        """Return how many errors these GPUs' links to other GPUs have counted, by PCI address and kind.
+
+        That opens them. A GPU without such links is left out. Raises what `query_health` raises.
+        """
+        return {}
+
+    def link_words(self, before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> Mapping[str, str]:
+        """Return what two counts of a GPU's links say of its health, by field as in `query_health`. Pure."""
+        return {}
+
     def uncorrected_errors(self, system: System, request: Request, gpu: str) -> Mapping[str, int]:
         """Return how many uncorrected memory errors the GPU has counted, by counter; none if it does not say.
 

@@ -120,6 +120,7 @@ PARSERS: dict[str, Parser] = {
     "nvidia-information": _of_text(parse_information),
     "nvidia-parameters": _of_text(parse_parameters),
     "nvidia-runtime-config": _of_text(edit_runtime_config),
+    "nvlink-errors": _of_text(nvidia_ctk.parse_link_errors),
     "owned": lambda data: OWNED_FILES.parse("owned.json", data),
     "pci-address": _of_text(as_in_sysfs),
     "proc-devices": _of_text(parse_majors),

@@ -16,10 +16,19 @@ from agent.host.gpu_reset import prepare
 from agent.host.state.gpus import GpuNotes, observe_gpus, record_detached, record_fault, record_resetting
 from agent.host.state.gpus import Resetting as Progress
 from agent.host.state.locks import detach_lock
-from agent.model.contract import Effect, parse_gpu_states
+from agent.model.contract import (
+    Effect,
+    LeaveAnswer,
+    LeaveEnd,
+    LeaveRequest,
+    LeaveTask,
+    parse_gpu_states,
+    parse_leave_request,
+    render_leave_answer,
+)
 from agent.model.errors import AgentError, ConfigError
 from agent.model.facts import GPU_TEST, GpuFault, Verdict
-from agent.model.paths import gpu_states_file
+from agent.model.paths import MACHINED_STATE, gpu_states_file, leave_file, leaving_file
 from tests.fakes.clock import Clock
 from tests.fakes.command import Capture, command
 from tests.fakes.detach_site import HOLDER, Interrupted, Site
@@ -314,24 +323,64 @@ def test_what_cannot_be_reset_is_refused(site: Site, smi: Smi) -> None:
     assert smi.calls == []
 
 
-def test_pods_are_evicted_only_on_request(tmp_path: Path, clock: Clock, capsys: Capture) -> None:
-    """A node that offers its GPUs itself taints the GPU, and the cluster evicts its pods."""
-    site = Site(tmp_path / "host", clock)
-    agent = site.configure(allocation="dra")
+def offering(tree: Path, clock: Clock) -> Site:
+    """Return a site whose node offers its GPUs itself. A pod has one."""
+    site = Site(tree, clock)
+    site.configure(allocation="dra")
     site.start()
+    site.host.file(f"{MACHINED_STATE}/{MACHINE}")
+    return site
+
+
+def asked(site: Site) -> LeaveRequest:
+    """Return what the machine is asked to do. No new pod gets the GPU, and no pod is ended without the machine."""
+    assert parse_gpu_states(site.host.read(gpu_states_file(MACHINE)))[SECOND].effect is Effect.NO_SCHEDULE
+    return parse_leave_request(site.host.read(leave_file(MACHINE)))
+
+
+def leaves(site: Site, end: LeaveEnd, message: str = "", waiting: tuple[str, ...] = ()) -> None:
+    """Answer as the machine does."""
+    answer = LeaveAnswer(asked(site).id, end, 1.0, message, len(waiting), waiting)
+    site.host.write(leaving_file(MACHINE), render_leave_answer(answer))
+
+
+def test_pods_are_evicted_only_on_request(tmp_path: Path, clock: Clock, capsys: Capture) -> None:
+    """A node that offers its GPUs itself keeps new pods from the GPU. Then the machine evicts those that have it."""
+    site = offering(tmp_path / "host", clock)
     smi, directory = Smi(site), site.hold(group=POD_GROUP)
-    effects: list[Effect] = []
-
-    def look() -> None:
-        effects.append(parse_gpu_states(site.host.read(gpu_states_file(MACHINE)))[SECOND].effect)
-
-    site.meanwhile = [look]
     timing = Timing(poll=0, answer=20, taint=0, eviction=0)
-    assert not prepare([SECOND], agent, evict=False, seconds=0, timing=timing).run().done
-    site.meanwhile = [look, lambda: shutil.rmtree(directory)]
-    assert command(agent, f"gpus reset {SECOND} --evict") == 0
+    assert not prepare([SECOND], site.agent, evict=False, seconds=0, timing=timing).run().done
+    assert not site.host.exists(leave_file(MACHINE))
+    requests: list[LeaveRequest] = []
+
+    def end() -> None:
+        shutil.rmtree(directory)
+        leaves(site, LeaveEnd.DONE)
+
+    site.meanwhile = [lambda: None, lambda: requests.append(asked(site)), end]
+    assert command(site.agent, f"gpus reset {SECOND} --evict --timeout=50") == 0
     assert "and evict the pods that have it" in capsys.readouterr().out
-    assert effects == [Effect.NO_SCHEDULE, Effect.NO_EXECUTE]
+    assert [(each.task, each.gpus, 40 < each.seconds <= 50) for each in requests] == [
+        (LeaveTask.EVICT, (SECOND,), True)
+    ]
+    assert is_as_before(site, smi)
+
+
+def test_a_budget_that_keeps_a_pod_keeps_the_gpu_from_its_reset(tmp_path: Path, clock: Clock, capsys: Capture) -> None:
+    site = offering(tmp_path / "host", clock)
+    smi = Smi(site)
+    site.hold(group=POD_GROUP)
+    budget = ("default/web: The disruption budget web needs 2",)
+    site.meanwhile = [lambda: None, lambda: leaves(site, LeaveEnd.FAILED, f"pods are left on {SECOND}", budget)]
+    assert command(site.agent, f"gpus reset {SECOND} --evict") == 1
+    shown = capsys.readouterr().out
+    assert f"{SECOND} was not reset: machine {MACHINE}: machine says: pods are left on {SECOND}: {budget[0]}" in shown
+    assert (
+        f"`unbounded-agent gpus reset {SECOND} --evict` goes on, `unbounded-agent gpus attach {SECOND}` gives" in shown
+    )
+    assert smi.calls == []
+    assert parse_gpu_states(site.host.read(gpu_states_file(MACHINE)))[SECOND].effect is Effect.NO_SCHEDULE
+    assert attach(SECOND, site.agent).done
     assert is_as_before(site, smi)
 
 

@@ -14,10 +14,9 @@ from agent.dra.inventory import (
     Health,
     Inventory,
     Taint,
-    device_name,
     make_devices,
 )
-from agent.model.contract import AllocatableDevice, AllocatableVendor, Effect, GpuState, GpuStatus
+from agent.model.contract import AllocatableDevice, AllocatableVendor, Effect, GpuState, GpuStatus, slice_name
 from agent.model.paths import ALLOCATABLE
 from agent.system.process import Completed
 from agent.vendors.dra_vendor import Attribute, DeviceFacts, Version, semantic_version
@@ -34,9 +33,12 @@ def offered(state: GpuStatus | None = None, *devices: AllocatableDevice) -> dict
 
 
 def test_names_come_from_the_slot_and_are_labels() -> None:
-    assert [device_name(each) for each in (WHOLE, FIRST)] == ["gpu-0000-01-00-0", "gpu-0000-01-00-0-mig-7-0"]
+    assert [slice_name(each.pci_address, each.partition) for each in (WHOLE, FIRST)] == [
+        "gpu-0000-01-00-0",
+        "gpu-0000-01-00-0-mig-7-0",
+    ]
     longest = AllocatableDevice("ffffffff:ff:1f.7", ("v.com/c=n",), (65535, 65535, 65535, 65535))
-    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", device_name(longest))
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", slice_name(longest.pci_address, longest.partition))
 
 
 def test_what_is_known_becomes_attributes() -> None:

@@ -251,6 +251,7 @@ class Machine(System):
         name = "gpu_test" if any(each.endswith("gpu_test.py") for each in argv) else name
         name = "nvidia-smi of fabric" if any("fabric.state" in each for each in argv) else name
         name = "nvidia-smi of health" if any(map(HEALTH.search, argv)) else name
+        name = "nvidia-smi of links" if "nvlink" in argv or "--query-gpu=pci.bus_id,uuid" in argv else name
         assert name in self.programs, f"nobody expected {' '.join(argv)}"
         if timeout < self.durations.get(name, 0):
             raise TimeLimitError
@@ -312,6 +313,7 @@ def gpu_machine(tree: Path) -> Machine:
     machine.program("nvidia-smi", smi_rows(Disabled=GPUS))
     machine.program("nvidia-smi of fabric", fabric_rows(*GPUS))
     machine.program("nvidia-smi of health", smi_health(*GPUS))
+    machine.program("nvidia-smi of links", smi_links(*GPUS))
     machine.program("umount", lambda argv: umount(machine, argv))
     machine.hand(REQUEST)
     return machine
@@ -343,6 +345,27 @@ def smi_health(*gpus: str, fields: Sequence[str] = HEALTH_FIELDS, **words: str) 
         found = [words.get(each.rpartition(".")[2], FINE.get(each, "No")) for each in asked]
         rows = [f"0000{gpu}, {', '.join(found)}\n" for gpu in (gpus if index is None else gpus[index : index + 1])]
         return Completed(0, "".join(rows).encode(), b"")
+
+    return answer
+
+
+def smi_links(*gpus: str, **counted: tuple[int, int]) -> Answer:
+    """Return an Answer that acts as nvidia-smi asked about NVLinks: `counted` are the errors of the GPUs, by kind.
+
+    Without any, they have no links. The form is that of nvidia-smi 550.163.01 with a simulated NVML.
+    """
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        if "nvlink" not in argv:
+            index = next((int(each.partition("=")[2]) for each in argv if each.startswith("--id=")), None)
+            found = gpus if index is None else gpus[index : index + 1]
+            return Completed(0, "".join(f"0000{gpu}, {smi_uuid(gpu)}\n" for gpu in found).encode(), b"")
+        index = int(argv[argv.index("-i") + 1])
+        lines = [f"GPU {index}: NVIDIA H100 (UUID: {smi_uuid(gpus[index])})"]
+        for link in (0, 1):
+            lines += [f"\t Link {link}: {kind} Errors: {errors[index] * link}" for kind, errors in counted.items()]
+            lines.append("")
+        return Completed(0, "\n".join(lines if counted else []).encode(), b"")
 
     return answer
 

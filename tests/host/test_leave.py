@@ -13,6 +13,7 @@ from agent.host.leave import (
     SILENT,
     CannotLeaveError,
     drain,
+    evict,
     lines,
     parse_answer,
     uncordon,
@@ -98,6 +99,22 @@ def test_the_request_says_what_and_for_how_long(host: Host, clock: Clock) -> Non
     clock.meanwhile = look
     drain(MACHINE, host, print, 77)
     assert [(each.task, each.seconds) for each in seen] == [(LeaveTask.DRAIN, 77)]
+
+
+def test_an_eviction_names_the_gpus_and_leaves_no_note(host: Host, clock: Clock) -> None:
+    """Nothing has to be uncordoned afterwards."""
+    seen, waits = [], ("default/web: The disruption budget web needs 2",)
+
+    def look() -> None:
+        seen.append(parse_leave_request(host.read(leave_file(MACHINE))))
+        says(host, answer(LeaveEnd.FAILED, message="pods are left on 0000:01:00.0", pods=1, waiting=waits))()
+
+    clock.meanwhile = look
+    with pytest.raises(AgentError, match="The disruption budget web"):
+        evict(MACHINE, ["0000:02:00.0", "0000:01:00.0"], host, print, 77)
+    assert [(each.task, each.gpus) for each in seen] == [(LeaveTask.EVICT, ("0000:01:00.0", "0000:02:00.0"))]
+    assert not was_drained(MACHINE, host)
+    assert not host.exists(leave_file(MACHINE))
 
 
 def test_a_machine_that_never_begins_is_left_as_it_was(host: Host, clock: Clock) -> None:

@@ -207,7 +207,7 @@ def given(*ids: object, resource: str = "gpu", deleted: bool = False) -> Change:
 
 
 def claimed(admin: bool = False) -> Change:
-    device = {"cdi_names": [f"nvidia.com/gpu={WHOLE[0]}"], "admin": admin}
+    device = {"device": "gpu-1", "cdi_names": [f"nvidia.com/gpu={WHOLE[0]}"], "admin": admin}
     claims = [{"namespace": "default", "name": "train", "uid": "1", "devices": [device]}]
     return lambda machine: machine.put(DRA_CLAIMS, json.dumps({"version": 1, "digest": "", "claims": claims}))
 

@@ -24,6 +24,7 @@ from tests.fakes.machine import (
     fabric_rows,
     hang,
     smi_health,
+    smi_links,
     stat,
     systemctl,
 )
@@ -319,3 +320,57 @@ def test_a_newer_handoff_does_not_wait_for_the_answers(asked: Machine) -> None:
     assert questions(asked) == ["all"]
     assert reported == [True]
     assert {gpu: each["said"]["remapped_rows.failure"] for gpu, each in answers(asked).items()} == {GPUS[0]: "Yes"}
+
+
+LINKS = "nvidia-smi of links"
+
+
+def words(machine: Machine) -> list[str | None]:
+    """Ask again, and return what is said of each GPU's links."""
+    questions(machine)
+    return [answers(machine)[gpu]["said"].get("nvlink_errors") for gpu in GPUS]
+
+
+def test_errors_of_links_count_from_one_question_to_the_next(asked: Machine, later: Callable[[float], None]) -> None:
+    """DCGM's classes: recovery and replay errors, and 100 CRC errors in a second."""
+    asked.program(LINKS, smi_links(*GPUS, Replay=(9, 0), Recovery=(0, 0), CRC=(5, 1_000_000)))
+    assert words(asked) == [None, None], "what was counted before says nothing of now"
+    for counted, expected in (
+        ({"Replay": (9, 0), "Recovery": (0, 0), "CRC": (2000, 1_000_000)}, ["None", "None"]),
+        ({"Replay": (9, 1), "Recovery": (1, 0), "CRC": (2000, 1_000_000)}, ["Recovery", "Replay"]),
+        ({"Replay": (10, 1), "Recovery": (2, 0), "CRC": (100_000, 1_000_000)}, ["Recovery", "None"]),
+        ({"Replay": (10, 1), "Recovery": (2, 0), "CRC": (140_000, 1_001_000)}, ["CRC", "None"]),
+    ):
+        later(INTERVAL)
+        asked.program(LINKS, smi_links(*GPUS, **counted))
+        assert words(asked) == expected
+    later(INTERVAL)
+    asked.program(LINKS, broken_links)
+    assert words(asked) == ["CRC", "None"], "no answer ends nothing"
+    later(INTERVAL)
+    asked.program(LINKS, smi_links(*GPUS, Replay=(0, 1), Recovery=(0, 0), CRC=(0, 1_001_000)))
+    assert words(asked) == ["None", "None"], "reset counters have counted nothing since"
+    bind(asked, GPUS[0], 2)
+    later(INTERVAL)
+    asked.program(LINKS, smi_links(*GPUS, Replay=(7, 1), Recovery=(0, 0), CRC=(0, 1_001_000)))
+    assert words(asked) == [None, "None"], "another binding of the driver is another beginning"
+    assert silences(asked) == ["", ""]
+
+
+def broken_links(argv: tuple[str, ...]) -> Completed:
+    return Completed(6, b"No devices were found\n", b"") if "nvlink" in argv else smi_links(*GPUS)(argv)
+
+
+@pytest.mark.parametrize("answer", [broken_links, hang, smi_links(*GPUS), lambda _: Completed(0, b"x, y", b"")])
+def test_links_that_are_not_known_say_nothing_and_cost_no_other_answer(asked: Machine, answer: Answer) -> None:
+    asked.program(LINKS, answer)
+    assert questions(asked) == ["all"]
+    assert [each["said"] for each in answers(asked).values()] == [HEALTHY, HEALTHY]
+    assert silences(asked) == ["", ""]
+
+
+def test_only_a_gpu_that_may_be_asked_is_asked_for_its_links(asked: Machine) -> None:
+    want(asked, GPUS[0])
+    questions(asked)
+    calls = [call[1:] for call in asked.calls if "nvlink" in call or "--query-gpu=pci.bus_id,uuid" in call]
+    assert [next(each for each in call if each in ("--id=1", "1")) for call in calls] == ["--id=1", "1"]

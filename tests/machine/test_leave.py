@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 
+from agent.dra.claims import ClaimReference, PreparedDevice, render_checkpoint
 from agent.machine import leave
 from agent.machine.leave import ANSWER, REQUEST, fold, is_volume, must_leave
 from agent.machine.notes import Owned
 from agent.model.contract import (
     LOST_LIMIT,
+    Effect,
     FencedGpu,
+    GpuState,
+    GpuStatus,
     LeaveRequest,
     LeaveTask,
+    render_gpu_states,
     render_host_status,
     render_leave_request,
 )
@@ -22,6 +27,8 @@ from agent.model.paths import (
     CONDITIONS_NAME,
     CORDONED_FOR,
     CORDONED_TO_LEAVE,
+    DRA_CLAIMS,
+    GPU_STATES_NAME,
     MACHINE_HANDOFF_DIRECTORY,
     NODE_CORDON_MARK,
     NODE_FILES,
@@ -54,9 +61,15 @@ def pod(node: Node, name: str, *, volumes: tuple[dict[str, Any], ...] = (), on: 
     return path
 
 
-def ask(node: Node, task: LeaveTask = LeaveTask.DRAIN, seconds: float = 60.0, request: str = "ab") -> Any:  # noqa: ANN401
+def ask(
+    node: Node,
+    task: LeaveTask = LeaveTask.DRAIN,
+    seconds: float = 60.0,
+    request: str = "ab",
+    gpus: tuple[str, ...] = (),
+) -> Any:  # noqa: ANN401
     """Let the machine work on a request, and return its answer."""
-    node.put(REQUEST, render_leave_request(LeaveRequest(request, task, seconds)))
+    node.put(REQUEST, render_leave_request(LeaveRequest(request, task, seconds, gpus)))
     assert leave.run(node) == 0
     return json.loads(node.read(ANSWER))
 
@@ -249,6 +262,86 @@ def test_a_kubelet_that_is_not_there_yet_is_waited_for(node: Node, clock: Clock)
     assert state(node) == (False, {})
     node.api.answer = lambda method, path: failure(503, "starting")
     assert ask(node, LeaveTask.UNCORDON, 10, request="cd")["end"] == "failed"
+
+
+# The eviction of the pods that were given some GPUs.
+
+GPU, OTHER_GPU = GPUS[:2]
+DEVICE, OTHER_DEVICE = (f"gpu-0000-0{number}-00-0" for number in (1, 2))
+CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
+
+
+def give(node: Node, **claims: tuple[str, ...]) -> None:
+    """Give devices to a pod of each name. The device of a monitor begins with `+`."""
+    prepared = {}
+    for name, devices in claims.items():
+        pod(node, name)
+        made = [PreparedDevice(("gpu",), NODE, each.lstrip("+"), ("x/y=z",), admin=each[0] == "+") for each in devices]
+        prepared[ClaimReference("default", name, f"uid-of-{name}")] = tuple(made)
+        consumers = [{"resource": "pods", "name": name, "uid": f"uid-{name}"}, {"resource": "others", "uid": "uid-web"}]
+        about = {"name": name, "uid": f"uid-of-{name}"}
+        node.api.put(f"{CLAIMS}/{name}", {"metadata": about, "status": {"reservedFor": consumers}})
+    node.put(DRA_CLAIMS, render_checkpoint(prepared))
+    fence(node, Effect.NO_SCHEDULE)
+
+
+def fence(node: Node, effect: Effect) -> None:
+    states = [GpuStatus(gpu, "nvidia", GpuState.DRAINING, "Detaching", "", effect) for gpu in (GPU, OTHER_GPU)]
+    node.put(f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}", render_gpu_states(states))
+
+
+def test_only_pods_that_were_given_the_gpu_are_evicted(node: Node, clock: Clock) -> None:
+    parts = (f"{DEVICE}-mig-7-0",)
+    give(
+        node, whole=(DEVICE,), part=parts, ds=(DEVICE,), web=(OTHER_DEVICE,), monitor=("+" + DEVICE, "+" + OTHER_DEVICE)
+    )
+    pod(node, "ds", ownerReferences=[{"kind": "DaemonSet", "controller": True}])
+    pod(node, "none")
+    node.api.requests.clear()
+    answer = ask(node, LeaveTask.EVICT, gpus=(GPU,))
+    assert (answer["end"], answer["message"], answer["pods"]) == ("done", f"no pod has {GPU}", 0), answer
+    assert sorted(evicted(node)) == ["ds", "part", "whole"]
+    assert state(node) == (False, {}), "the node is not cordoned"
+
+
+def test_a_budget_keeps_the_pod_with_the_gpu_until_the_limit(node: Node, clock: Clock) -> None:
+    give(node, web=(DEVICE,), free=(DEVICE,))
+    node.api.budgets["web"] = BUDGET
+    answer = ask(node, LeaveTask.EVICT, 12.0, gpus=(GPU,))
+    assert (answer["end"], answer["message"]) == ("failed", f"pods are left on {GPU}")
+    assert answer["waiting"] == ["default/web: The disruption budget web needs 2 healthy pods"]
+    assert evicted(node).count("free") == 1
+    node.api.budgets.clear()
+    assert ask(node, LeaveTask.EVICT, request="cd", gpus=(GPU,))["end"] == "done"
+
+
+def test_no_pod_is_evicted_from_a_gpu_that_new_pods_may_get(node: Node, clock: Clock) -> None:
+    """`gpus attach` gives the GPU back although a killed `gpus reset` has left its request."""
+    give(node, web=(DEVICE,), free=(DEVICE,))
+    node.api.budgets["web"] = BUDGET
+    clock.meanwhile = lambda: fence(node, Effect.NONE)
+    answer = ask(node, LeaveTask.EVICT, 600.0, gpus=(GPU,))
+    assert (answer["end"], answer["message"]) == ("failed", f"new pods may get {GPU}: no more pods are evicted")
+    assert clock.passed < 5
+    node.api.requests.clear()
+    assert ask(node, LeaveTask.EVICT, request="cd", gpus=(GPU,))["end"] == "failed"
+    assert evicted(node) == []
+
+
+@pytest.mark.parametrize("status", [404, 403])
+def test_a_claim_that_is_gone_has_no_pods(node: Node, clock: Clock, status: int) -> None:
+    give(node, web=(DEVICE,))
+    node.api.answer = lambda method, path: failure(status, "no") if path.startswith(CLAIMS) else None
+    assert ask(node, LeaveTask.EVICT, gpus=(GPU,))["end"] == "done"
+    assert evicted(node) == []
+
+
+def test_a_claim_that_was_made_again_is_another_one(node: Node, clock: Clock) -> None:
+    give(node, web=(DEVICE,))
+    found = node.api.objects[f"{CLAIMS}/web"]
+    node.api.put(f"{CLAIMS}/web", {**found, "metadata": {**found["metadata"], "uid": "another"}})
+    assert ask(node, LeaveTask.EVICT, gpus=(GPU,))["end"] == "done"
+    assert evicted(node) == []
 
 
 # What another root would not have.

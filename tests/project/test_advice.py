@@ -27,8 +27,8 @@ HELP = (
 )
 """Programs that print all their options with --help."""
 OPTIONS = {
-    # nvidia-smi(1), also of its subcommands conf-compute, drain and mig.
-    "nvidia-smi": "-L -i -pm -p -m -q -d -srs -cci -cgi -C --gpu-reset --query-gpu --format",
+    # nvidia-smi(1), also of its subcommands conf-compute, drain, mig and nvlink.
+    "nvidia-smi": "-L -e -i -pm -p -m -q -d -srs -cci -cgi -C --gpu-reset --query-gpu --format",
     "nvidia-modprobe": "-c -u -f",
     "kubectl": "-A -o -n -f --field-selector --previous --subresource --as --as-group --overwrite --show-labels",
     **dict.fromkeys(("kubeadm", "containerd", "ctr", "hostnamectl", "rmmod", "nft", "echo"), ""),

@@ -32,6 +32,7 @@ from agent.vendors.host_vendor import (
 from agent.vendors.nvidia.contract import (
     DRAIN_AND_RESET,
     FABRIC_HEALTH,
+    LINK_ERRORS,
     PAGES_PENDING,
     POWER_BRAKE,
     RECOVERY_ACTION,
@@ -523,6 +524,12 @@ OWN_WORDS: Mapping[tuple[str, str], OwnWord] = {
     (FABRIC_HEALTH, "Limited Capacity"): OwnWord(
         Verdict.DEGRADED, "FabricLimited", f"its NVLink fabric has less bandwidth; see `{SHOW_FABRIC_LOG}`"
     ),
+    **{
+        (LINK_ERRORS, kind): OwnWord(
+            Verdict.DEGRADED, f"NVLink{kind}Errors", f"its NVLinks count new {kind} errors; see `nvidia-smi nvlink -e`"
+        )
+        for kind in ("Recovery", "Replay", "CRC")
+    },
 }
 """What each word means, by field. Words without a row mean nothing, except recovery actions."""
 ONLY_A_RESET = OwnWord(

@@ -144,6 +144,27 @@ HEALTH_FIELDS = (
     *(PERSISTENCE, RECOVERY_ACTION, RESET_REQUIRED, DRAIN_AND_RESET),
     *(UNCORRECTED, PAGES_PENDING, ROWS_PENDING, ROWS_FAILED, POWER_BRAKE, FABRIC_HEALTH),
 )
+LINK_ERRORS = "nvlink_errors"
+"""Not one of nvidia-smi's fields: what its counters of NVLinks say (link_word)."""
+CRC_RATE = 100.0
+"""Errors per second."""
+
+
+def link_word(before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> str:
+    """Return the worst kind of NVLink errors in these seconds; `None` for none. Pure.
+
+    The parameters are counts by kind. DCGM's health watch (MonitorNVLink in modules/health/DcgmHealthWatch.cpp, read in
+    November 2026) fails for one more recovery or replay, and for CRC errors at CRC_RATE; fewer CRC errors only warn.
+    """
+    # A counter that has begun again has counted since.
+    more = {
+        kind: count - before.get(kind, 0) if count >= before.get(kind, 0) else count for kind, count in after.items()
+    }
+    bad = [kind for kind in ("Recovery", "Replay") if more.get(kind)]
+    crc = ["CRC"] if more.get("CRC", 0) >= CRC_RATE * max(seconds, 1.0) else []
+    return next(iter(bad + crc), "None")
+
+
 REQUIRES_RESET = "GPU requires reset"
 """What nvidia-smi prints, in brackets, for each field of a GPU that only a reset helps (NVML_ERROR_RESET_REQUIRED)."""
 

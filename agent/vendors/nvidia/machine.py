@@ -203,6 +203,14 @@ class NvidiaMachine(MachineVendor):
     ) -> Mapping[str, Mapping[str, str]]:
         return nvidia_ctk.query_health(system, request.gpus, gpus, fields)
 
+    def count_link_errors(
+        self, system: System, request: Request, gpus: Collection[str]
+    ) -> Mapping[str, Mapping[str, int]]:
+        return nvidia_ctk.count_link_errors(system, request.gpus, gpus)
+
+    def link_words(self, before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> Mapping[str, str]:
+        return {contract.LINK_ERRORS: contract.link_word(before, after, seconds)}
+
     def uncorrected_errors(self, system: System, request: Request, gpu: str) -> Mapping[str, int]:
         fields = nvidia_ctk.health_fields(system, (contract.UNCORRECTED, contract.UNCORRECTED_EVER))
         said = nvidia_ctk.query_health(system, request.gpus, (gpu,), fields).get(gpu, {}) if fields else {}

@@ -414,6 +414,42 @@ def query_health(
     }
 
 
+LINK_LIMIT = 5.0
+"""Seconds for the questions about all GPUs' NVLinks."""
+LINKED_GPU = re.compile(rf"GPU [0-9]+: .*\(UUID: ({UUID.pattern})\)")
+LINK_COUNT = re.compile(r"\s*Link [0-9]+: (Replay|Recovery|CRC) Errors: ([0-9]{1,18})")
+"""In the output of `nvidia-smi nvlink -e`, which newer links may have other counters in."""
+
+
+def count_link_errors(system: System, gpus: tuple[str, ...], wanted: Collection[str]) -> dict[str, dict[str, int]]:
+    """Return the errors that the NVLinks of the `wanted` GPUs have counted, by PCI address and kind.
+
+    A GPU is left out if it has no active link, or other counters. Raises AgentError or OSError.
+    """
+    deadline = time.monotonic() + LINK_LIMIT
+    indices = [index for index, gpu in enumerate(sorted(gpus)) if gpu in wanted]
+    rows = query(system, ("uuid",), indices, LINK_LIMIT / 2, LINK_LIMIT / 4 if len(indices) == len(gpus) else 0.0)
+    counted: dict[str, dict[str, int]] = {}
+    for index in indices:
+        # As in `query_health`, only this GPU is opened, and the answer names it.
+        limit = max(0.1, deadline - time.monotonic())
+        counted |= parse_link_errors(system.run(NVIDIA_SMI, "nvlink", "-e", "-i", str(index), timeout=limit))
+    return {gpu: counted[uuid] for gpu, (uuid,) in rows.items() if gpu in wanted and uuid in counted}
+
+
+def parse_link_errors(printed: str) -> dict[str, dict[str, int]]:
+    """Return the sums over the links of each GPU, by UUID and kind. Pure."""
+    counted: dict[str, dict[str, int]] = {}
+    uuid = ""
+    for line in printed.splitlines():
+        if gpu := LINKED_GPU.match(line):
+            uuid = gpu[1]
+        elif uuid and (count := LINK_COUNT.fullmatch(line)):
+            kinds = counted.setdefault(uuid, {})
+            kinds[count[1]] = kinds.get(count[1], 0) + int(count[2])
+    return counted
+
+
 def _answer(word: str) -> str:
     if word.strip("[]") == REQUIRES_RESET:
         return REQUIRES_RESET

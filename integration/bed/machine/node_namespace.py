@@ -5,23 +5,43 @@ cgroup and systemctl are simulated.
 """
 
 import json
+import posixpath
 import secrets
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agent.dra.claims import ClaimReference, PreparedDevice, render_checkpoint
 from agent.machine import leave
 from agent.machine.kubelet import CHECKPOINT, PLUGINS
 from agent.machine.node_condition import HOST_STATUS, NOTE
 from agent.machine.notes import Notes, node_condition_set
 from agent.machine.run import HANDOFF
 from agent.model.conditions import Condition
-from agent.model.contract import FencedGpu, LeaveRequest, LeaveTask, render_host_status, render_leave_request
+from agent.model.contract import (
+    Effect,
+    FencedGpu,
+    GpuState,
+    GpuStatus,
+    LeaveRequest,
+    LeaveTask,
+    render_gpu_states,
+    render_host_status,
+    render_leave_request,
+)
 from agent.model.handoff import Handoff, Request, render_handoff
-from agent.model.paths import RUNTIME, STATE
+from agent.model.paths import (
+    DRA_CLAIMS,
+    GPU_STATES_NAME,
+    MACHINE_HANDOFF_DIRECTORY,
+    NODE_CORDON_MARK,
+    RUNTIME,
+    STATE,
+)
 from agent.system.files import System
 from agent.system.process import host_runner
 from integration.bed.cache import REPOSITORY
@@ -78,9 +98,17 @@ class NodeNamespace:
 
     def offer(self, gpu: str) -> None:
         """Grant a GPU, which the kubelet's checkpoint has from a device plugin that has just ended."""
+        self.grant(gpu)
+        self._system.write(CHECKPOINT, b'{"Data": {"RegisteredDevices": {"nvidia.com/gpu": ["GPU-1"]}}}')
+
+    def grant(self, gpu: str) -> None:
+        """Grant a GPU."""
         request = Request("nvidia", (gpu,), ())
         self._system.write(HANDOFF, render_handoff(Handoff("gpu-node", "x86_64", (request,))))
-        self._system.write(CHECKPOINT, b'{"Data": {"RegisteredDevices": {"nvidia.com/gpu": ["GPU-1"]}}}')
+
+    def boot_first(self) -> None:
+        """Leave the mark that the GPU setup leaves in the first run of a boot from a new root."""
+        self._system.write(NODE_CORDON_MARK, b"")
 
     def withdraw(self) -> None:
         """Remove the published host status."""
@@ -90,9 +118,18 @@ class NodeNamespace:
         """Remove what does not survive a boot of the machine."""
         self._system.remove_tree(f"{RUNTIME}/state")
 
-    def leave(self, task: LeaveTask, *kubelet_arguments: str, seconds: float = 5.0) -> dict[str, Any]:
+    def give(self, gpu: str, claims: Mapping[ClaimReference, tuple[PreparedDevice, ...]]) -> None:
+        """Let agent.dra have prepared these claims, and the host half keep new pods from the GPU."""
+        self._system.make_directory(posixpath.dirname(DRA_CLAIMS))
+        self._system.write(DRA_CLAIMS, render_checkpoint(claims))
+        kept = GpuStatus(gpu, "nvidia", GpuState.DRAINING, "Detaching", "", Effect.NO_SCHEDULE)
+        self._system.write(f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}", render_gpu_states([kept]))
+
+    def leave(
+        self, task: LeaveTask, *kubelet_arguments: str, seconds: float = 5.0, gpus: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
         """Ask the machine for a task, as the host half does, and return its answer."""
-        request = LeaveRequest(secrets.token_hex(8), task, seconds)
+        request = LeaveRequest(secrets.token_hex(8), task, seconds, gpus)
         self._system.write(leave.REQUEST, render_leave_request(request))
         self.run(*kubelet_arguments, program="leave")
         answer: dict[str, Any] = json.loads(self._system.read(leave.ANSWER))

@@ -49,6 +49,9 @@ unsigned int health_get(const struct gpu *device, const char *word, unsigned int
 nvmlReturn_t health_write(const struct gpu *device, const char *words);
 NVML_API nvmlReturn_t nvmlDeviceSetPersistenceMode(nvmlDevice_t device, unsigned int mode);
 
+/* Answers a field of nvmlDeviceGetFieldValues about the GPU's NVLinks. */
+nvmlReturn_t nvlink_field(const struct gpu *device, unsigned int field, unsigned int link, unsigned int *value);
+
 /* What nvidia-smi calls for a reset, in this order; `devices` are the GPUs that it names. */
 nvmlReturn_t reset_make_group(void **answer, nvmlDevice_t *devices, unsigned int count);
 nvmlReturn_t reset_group_names(void *made, char **names, unsigned int *count);

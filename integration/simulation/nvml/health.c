@@ -7,8 +7,8 @@
  * pages_pending; rows_pending.
  * Words of those that it does not: rows_correctable, rows_uncorrectable, rows_failed; clock_reasons, a mask of
  * nvmlClocksEventReasons, 136 for a hardware power brake; fabric_state, fabric_status, fabric_health (fabric.c);
- * persistence, which `nvidia-smi -pm` sets. architecture, as NVML_DEVICE_ARCH_*, is what the GPU is: GPUs before Ampere
- * retire pages, later ones remap rows.
+ * nvlinks and link_* (nvlink.c); persistence, which `nvidia-smi -pm` sets. architecture, as NVML_DEVICE_ARCH_*, is what
+ * the GPU is: GPUs before Ampere retire pages, later ones remap rows.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -149,7 +149,7 @@ static nvmlReturn_t field(const struct gpu *device, nvmlFieldValue_t *field)
 		field->value.uiVal = action == RECOVERY_DRAIN_AND_RESET;
 		return NVML_SUCCESS;
 	default:
-		return NVML_ERROR_NOT_SUPPORTED;
+		return nvlink_field(device, field->fieldId, field->scopeId, &field->value.uiVal);
 	}
 }
 

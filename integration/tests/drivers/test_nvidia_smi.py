@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from agent.vendors.nvidia.nvidia_ctk import parse_link_errors
 from integration.bed import ubuntu
 from integration.bed.drivers.generator import INFORMATION
 from integration.bed.drivers.host_roots import driver_version, host_root
@@ -133,6 +134,18 @@ def test_a_gpu_is_asked_for_its_health_by_its_address(smi: NvidiaSmi) -> None:
     assert (
         smi.run("--id=0000:09:00.0", "--query-gpu=pci.bus_id", "--format=csv").stdout.strip() == "No devices were found"
     )
+
+
+def test_the_errors_of_nvlinks_are_read(smi: NvidiaSmi) -> None:
+    uuid = "GPU-00000000-0000-4000-8000-000000000001"
+    assert parse_link_errors(smi.run("nvlink", "-e", "-i", "1").stdout) == {}, "without links, it prints nothing"
+    smi.say(SECOND, "nvlinks 2", "link_replay 3", "link_crc 70000")
+    printed = [smi.run("nvlink", "-e", "-i", index) for index in ("0", "1")]
+    assert [each.returncode for each in printed] == [0, 0]
+    assert [parse_link_errors(each.stdout) for each in printed] == [
+        {},
+        {uuid: {"Replay": 3, "Recovery": 0, "CRC": 70000}},
+    ]
 
 
 def test_a_reset_ends_the_faults_that_a_reset_ends(smi: NvidiaSmi) -> None:

@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from agent.dra.claims import CHECKPOINT
-from agent.dra.inventory import device_name
 from agent.host.allocation import DIRECTORY
-from agent.model.contract import AllocatableDevice, GpuState, GpuStatus
+from agent.model.contract import AllocatableDevice, GpuState, GpuStatus, slice_name
 from agent.model.paths import DRA_DRIVER
 from integration.bed.cluster.dra_node import Offering, offering
 from integration.bed.cluster.example_driver import DRIVER, demo
@@ -76,7 +75,7 @@ def offer(
         return {key(each) for item in listed(node.cluster, "resourceslices") for each in item["spec"]["devices"]}
 
     # By their names: as many other devices may have been offered before.
-    wanted = {(device_name(each), driver, shared) for each in devices}
+    wanted = {(slice_name(each.pci_address, each.partition), driver, shared) for each in devices}
     until("only these devices are offered", lambda: offered() == wanted)
 
 

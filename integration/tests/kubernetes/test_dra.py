@@ -207,6 +207,42 @@ def test_a_failed_gpu_gets_no_pod_and_says_why(cluster: Cluster, bed: Bed) -> No
     cluster.finished("none-left")
 
 
+def test_a_reset_evicts_only_the_gpus_pods_and_obeys_their_budgets(
+    cluster: Cluster, bed: Bed, measured: Callable[[str, object], None]
+) -> None:
+    """Of two GPUs, one was given by a claim, and one as an extended resource. Another pod computes on all the while."""
+    wanted = uuid_of(bed, 5)
+    cluster.apply(claim_template("fifth", f'device.attributes["{DRA_DRIVER}"].uuid == "{wanted}"'))
+    kept = claiming("kept", "fifth", "sh", "-c", HOLD)
+    kept["metadata"]["labels"] = {"app": "kept"}
+    about = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "kept"}}
+    cluster.apply({**about, "spec": {"minAvailable": 1, "selector": {"matchLabels": {"app": "kept"}}}}, kept)
+    assert holding(cluster, "kept") == wanted
+    cluster.apply(holder("extended"), holder("other"))
+    extended, _ = holding(cluster, "extended"), holding(cluster, "other")
+    gpus = [addresses(cluster)[each] for each in (wanted, extended)]
+    running = containers(cluster, ["kept", "other"])
+    reset = ("gpus", "reset", *gpus, "--evict", "--yes")
+
+    def observed() -> bool:
+        return bool(cluster.get("pdb", "kept")["status"].get("expectedPods") == 1)
+
+    cluster.wait("the budget counts its pod", observed)
+    refused = bed.agent(*reset, "--timeout=30", check=False)
+    assert refused.status == 1
+    assert "default/kept: The disruption budget kept needs 1 healthy pods" in refused.stdout, refused
+    assert containers(cluster, ["kept", "other"]) == running
+    assert [tainted(cluster, each)[0].rpartition(":")[2] for each in (wanted, extended)] == ["NoSchedule"] * 2
+    cluster.kubectl("delete", "pdb", "kept")
+    before = time.monotonic()
+    bed.agent(*reset, "--timeout=90", timeout=400)
+    measured("seconds to evict pods and to reset two GPUs", f"{time.monotonic() - before:.0f}")
+    cluster.wait("the GPUs are offered again", lambda: not any(tainted(cluster, each) for each in (wanted, extended)))
+    names = {each["metadata"]["name"] for each in cluster.get("pods")["items"]}
+    assert names == {"other"}
+    assert containers(cluster, ["other"]) == running[1:]
+
+
 @pytest.mark.exhaustive
 def test_service_and_kubelet_go_away_and_come_back(cluster: Cluster, bed: Bed) -> None:
     cluster.apply(holder("holder"))

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from agent.dra.claims import ClaimReference, PreparedDevice
 from agent.model.conditions import ConditionType, Reason, true
-from agent.model.contract import FencedGpu, LeaveTask
-from agent.model.paths import CORDONED_FOR, CORDONED_TO_LEAVE
+from agent.model.contract import FencedGpu, LeaveTask, slice_name
+from agent.model.paths import CORDONED_FOR, CORDONED_TO_LEAVE, DRA_DRIVER
 from integration.bed.cluster.control_plane import ControlPlane, node_user
 from integration.bed.machine.node_namespace import NodeNamespace
 from integration.bed.process import CommandError
@@ -23,6 +24,7 @@ from integration.bed.process import CommandError
 pytestmark = [pytest.mark.scenario("003"), pytest.mark.usefixtures("record_release")]
 
 NODE, OTHER, GPU = "gpu-node", "other-node", "0000:01:00.0"
+CLAIMS = "resourceclaims.resource.k8s.io"
 GOOD = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
 RUNS = {"status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}}
 
@@ -39,7 +41,8 @@ def nodes(control_plane: ControlPlane) -> Iterator[None]:
     for name in (NODE, OTHER):
         make(control_plane, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
     yield
-    control_plane.kubectl("delete", "pods,poddisruptionbudgets", "--all", "--force", "--grace-period=0")
+    every = f"pods,poddisruptionbudgets,{CLAIMS}"
+    control_plane.kubectl("delete", every, "--all", "--force", "--grace-period=0")
     control_plane.kubectl("delete", "node", NODE, OTHER)
 
 
@@ -58,8 +61,10 @@ def make(control_plane: ControlPlane, content: dict[str, Any]) -> None:
     control_plane.kubectl("create", "--filename=-", stdin=json.dumps(content))
 
 
-def pod(control_plane: ControlPlane, name: str, node: str = NODE, phase: str = "Running", owner: str = "") -> None:
-    spec = {"nodeName": node, "containers": [{"name": "main", "image": "registry.invalid/pause"}]}
+def pod(
+    control_plane: ControlPlane, name: str, node: str = NODE, phase: str = "Running", owner: str = "", **more: object
+) -> None:
+    spec = {"nodeName": node, "containers": [{"name": "main", "image": "registry.invalid/pause"}], **more}
     owners = [{"apiVersion": "apps/v1", "kind": owner, "name": "x", "uid": "1", "controller": True}] if owner else []
     about = {"name": name, "labels": {"app": name}, "ownerReferences": owners}
     make(control_plane, {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec})
@@ -148,6 +153,48 @@ def test_a_budget_is_obeyed_until_the_limit_and_named(
     assert node(control_plane) == (True, {CORDONED_TO_LEAVE: "drain"})
 
 
+def given(control_plane: ControlPlane, name: str, device: str) -> ClaimReference:
+    """Make a pod with a claim, and allocate the device to it, as the scheduler does."""
+    request = {"name": "gpu", "exactly": {"deviceClassName": "gpu"}}
+    claim = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": name}}
+    make(control_plane, {**claim, "spec": {"devices": {"requests": [request]}}})
+    pod(control_plane, name, resourceClaims=[{"name": "gpu", "resourceClaimName": name}])
+    uids = (control_plane.kubectl("get", kind, name, "--output=jsonpath={.metadata.uid}") for kind in (CLAIMS, "pod"))
+    claim_uid, pod_uid = uids
+    allocated = {"request": "gpu", "driver": DRA_DRIVER, "pool": NODE, "device": device}
+    consumer = {"resource": "pods", "name": name, "uid": pod_uid}
+    status = {"status": {"allocation": {"devices": {"results": [allocated]}}, "reservedFor": [consumer]}}
+    control_plane.kubectl(
+        "patch", CLAIMS, name, "--subresource=status", "--type=merge", f"--patch={json.dumps(status)}"
+    )
+    return ClaimReference("default", name, claim_uid)
+
+
+@pytest.mark.usefixtures("nodes", "kubelet")
+def test_only_the_pods_of_one_gpu_are_evicted_and_a_budget_keeps_them(
+    control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str, measured: Callable[[str, object], None]
+) -> None:
+    names = {"kept": GPU, "free": GPU, "other": "0000:02:00.0"}
+    prepared = {
+        given(control_plane, name, slice_name(gpu)): (PreparedDevice(("gpu",), NODE, slice_name(gpu), ("x/y=z",)),)
+        for name, gpu in names.items()
+    }
+    pod(control_plane, "without")
+    machine.give(GPU, prepared)
+    budget(control_plane, "kept", 0)
+    answer = machine.leave(LeaveTask.EVICT, kubeconfig, seconds=8, gpus=(GPU,))
+    assert (answer["end"], answer["message"]) == ("failed", f"pods are left on {GPU}"), answer
+    assert ["disruption budget kept" in each for each in answer["waiting"]] == [True]
+    assert pods(control_plane) == dict.fromkeys(("kept", "other", "without"), False)
+    allow(control_plane, "kept", 1)
+    before = time.monotonic()
+    answer = machine.leave(LeaveTask.EVICT, kubeconfig, seconds=60, gpus=(GPU,))
+    measured("seconds to evict the pods of one GPU", f"{time.monotonic() - before:.1f}")
+    assert (answer["end"], answer["message"]) == ("done", f"no pod has {GPU}"), answer
+    assert pods(control_plane) == dict.fromkeys(("other", "without"), False)
+    assert node(control_plane) == (False, {})
+
+
 @pytest.mark.usefixtures("nodes")
 def test_neither_cordon_lifts_the_other_one(
     control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str
@@ -168,6 +215,25 @@ def test_neither_cordon_lifts_the_other_one(
     assert node(control_plane) == (True, {CORDONED_FOR: f"{GPU}=Xid48"})
     machine.publish_status(GOOD)
     machine.run(kubeconfig)
+    assert node(control_plane) == (False, {})
+
+
+@pytest.mark.usefixtures("nodes")
+def test_a_new_root_ends_the_cordon_that_another_one_has_made(
+    control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str, tmp_path: Path
+) -> None:
+    machine.offer(GPU)
+    fenced = (FencedGpu(GPU, "Xid48"),)
+    machine.publish_status(GOOD, fenced=fenced)
+    machine.run(kubeconfig)
+    rebuilt = NodeNamespace(tmp_path / "rebuilt", control_plane.binaries / "kubectl")
+    rebuilt.boot_first()
+    rebuilt.grant(GPU)
+    rebuilt.publish_status(GOOD, fenced=fenced)
+    rebuilt.run(kubeconfig)
+    assert node(control_plane) == (True, {CORDONED_FOR: f"{GPU}=Xid48"}), "its device plugin has not started yet"
+    rebuilt.publish_status(GOOD)
+    rebuilt.run(kubeconfig)
     assert node(control_plane) == (False, {})
 
 

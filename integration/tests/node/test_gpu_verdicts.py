@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent.model.contract import parse_gpu_states
-from agent.model.paths import gpu_states_file
+from agent.model.paths import REPORT_NAME, gpu_states_file, report_directory
 from integration.bed.cache import REPOSITORY
 from integration.bed.drivers import drm_gpus
 from integration.bed.machine.node import MACHINE, Pod
@@ -146,10 +146,35 @@ def test_a_gpu_that_asks_for_a_reset_itself(site: Site) -> None:
     # For a new handoff, the machine asks which GPUs are in persistence mode.
     for what in ("detach", "attach"):
         bed.agent("gpus", what, GPUS[2])
+    links_count(bed)
     asks = f"echo 2 recovery_action 4 >{HEALTH}"
     site.fenced("the GPU asks for a reset itself", asks, GPUS[2], reason="RecoveryActionDrainAndReset", limit=900)
     reset = f"unbounded-agent gpus reset {GPUS[2]} --yes"
     site.follow("to schedulable: gpus reset", "healthy", reset, GPUS[2], limit=600)
+
+
+def links_count(bed: Bed) -> None:
+    """A GPU's NVLinks have counted errors, which says nothing; then they count one more."""
+    gpu, count = GPUS[5], "5 link_replay"
+
+    def said() -> str:
+        report = json.loads(bed.guest.read(f"{report_directory(MACHINE)}/{REPORT_NAME}"))
+        (word,) = (each["said"].get("nvlink_errors", "") for each in report["health"] if each["gpu"] == gpu)
+        return str(word)
+
+    bed.run("sh", "-c", f"echo 5 nvlinks 2 >{HEALTH}; echo {count} 3 >{HEALTH}")
+    wait("its links were asked twice", lambda: said() == "None", 600, bed.evidence)
+    bed.run("sh", "-c", f"echo {count} 4 >{HEALTH}")
+    degraded = ("degraded", "NVLinkReplayErrors")
+    wait("the GPU is degraded", lambda: verdict(bed, gpu) == degraded, 600, bed.evidence)
+    assert not parse_gpu_states(bed.guest.read(gpu_states_file(MACHINE)))[gpu].effect, "it is not fenced"
+    wait("the GPU is healthy again", lambda: verdict(bed, gpu)[0] == "healthy", 600, bed.evidence)
+
+
+def verdict(bed: Bed, gpu: str) -> tuple[str, str]:
+    """Return a GPU's verdict and its reason."""
+    gpus = json.loads(bed.agent("gpus", "--json").stdout)["gpus"]
+    return next((each["health"], each["healthReason"]) for each in gpus if each["address"] == gpu)
 
 
 def simulated_libcuda(bed: Bed, faults: str, directory: Path) -> None:
@@ -166,14 +191,15 @@ def simulated_libcuda(bed: Bed, faults: str, directory: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("faults", "said"),
+    ("faults", "result", "said"),
     [
-        ("wrong=compute", "threads computed wrongly"),
-        ("fail=cuCtxSynchronize:214", "CUDA_ERROR_ECC_UNCORRECTABLE"),
+        ("wrong=compute", "failed", "threads computed wrongly"),
+        ("fail=cuCtxSynchronize:214", "failed", "CUDA_ERROR_ECC_UNCORRECTABLE"),
+        ("hang=cuCtxSynchronize", "hung", "stopped after its time limit of 120 s"),
     ],
 )
 def test_a_gpu_that_computes_wrongly_is_fenced_until_a_test_passes(
-    site: Site, tmp_path: Path, faults: str, said: str
+    site: Site, tmp_path: Path, faults: str, result: str, said: str
 ) -> None:
     """The machine's own service tests it and another GPU, on a simulated libcuda. No line in any log says that."""
     bed, bad, sound = site.bed, GPUS[BAD_GPU], GPUS[BAD_GPU + 1]
@@ -181,10 +207,28 @@ def test_a_gpu_that_computes_wrongly_is_fenced_until_a_test_passes(
     test = f"unbounded-agent gpus test {bad} {sound} --json >/root/tested; test $? = 1"
     site.fenced(f"a test finds {faults}", test, bad, reason="TestFailed", limit=600)
     found = {each["address"]: each for each in json.loads(bed.guest.read("/root/tested"))["gpus"]}
-    assert (found[bad]["result"], found[sound]["result"]) == ("failed", "passed")
+    assert (found[bad]["result"], found[sound]["result"]) == (result, "passed")
     assert said in found[bad]["results"][0]["message"]
+    bed.node.shell("! grep -l '[g]pu_test.py' /proc/[0-9]*/cmdline")
     bed.node.shell(f"sed -i 's/ {faults}//' /run/simulated-cuda")
     site.follow("to schedulable: a test passes", "healthy", f"unbounded-agent gpus test {bad}", bad, limit=600)
+    site.counts()
+
+
+@pytest.mark.exhaustive
+def test_a_gpu_that_computes_slowly_is_degraded_and_keeps_its_pods(site: Site, tmp_path: Path) -> None:
+    """On a simulated libcuda, whose times are simulated too."""
+    bed, bad = site.bed, GPUS[BAD_GPU]
+    simulated_libcuda(bed, "slow=0.1", tmp_path)
+    tested = json.loads(bed.agent("gpus", "test", bad, "--json", timeout=600, check=False).stdout)["gpus"]
+    assert [(each["result"], "memory_bandwidth" in each["results"][0]["slow"]) for each in tested] == [("failed", True)]
+    assert verdict(bed, bad) == ("degraded", "TestSlow")
+    assert not any(each.effect for each in parse_gpu_states(bed.guest.read(gpu_states_file(MACHINE))).values())
+    assert site.condition("Ready")[0] == "True"
+    site.counts()
+    bed.node.shell("sed -i 's/ slow=0.1//' /run/simulated-cuda")
+    bed.agent("gpus", "test", bad, timeout=600)
+    assert verdict(bed, bad)[0] == "healthy"
     site.counts()
 
 

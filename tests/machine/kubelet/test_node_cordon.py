@@ -18,7 +18,7 @@ from agent.machine.run import HANDOFF, REPORT
 from agent.machine.run import run as run_setup
 from agent.model.contract import FencedGpu, render_host_status
 from agent.model.handoff import Handoff, Report, render_handoff, render_report
-from agent.model.paths import CORDONED_FOR, NODE_CONDITION_MARK, NODE_CORDON_MARK, spec_file
+from agent.model.paths import CORDONED_FOR, NODE_CONDITION_MARK, NODE_CORDON_MARK, NODE_FILES, spec_file
 from tests.fakes.api_server import NODES, failure
 from tests.fakes.kubelet import PLUGIN_SOCKET, UUIDS, Kubelet
 from tests.fakes.machine import GPUS
@@ -374,3 +374,51 @@ def test_each_state_of_the_node(
     cordoned, annotation = before
     found = decide(cordoned, ",".join(annotation) if annotation is not None else None, [*fenced], [*offered])
     assert found[:2] == (after[0], ",".join(after[1]) if after[1] is not None else None)
+
+
+@pytest.fixture
+def rebuilt(node: Node) -> Node:
+    """A machine that boots from a new root, after another one has cordoned its Node."""
+    fence(node, FIRST)
+    run(node)
+    assert state(node) == (True, WORD)
+    node.drop(NODE_CORDON_MARK)
+    node.remove_tree("/run/unbounded-agent/state")
+    node.put(NODE_FILES, "{}")
+    return node
+
+
+def test_a_new_root_ends_the_cordon_of_another_one(rebuilt: Node) -> None:
+    fence(rebuilt)
+    run_setup(rebuilt)
+    assert run(rebuilt) == ""
+    assert (state(rebuilt), rebuilt.exists(NODE_CORDON_MARK)) == ((False, None), False)
+    run_setup(rebuilt)
+    assert not rebuilt.exists(NODE_CORDON_MARK), "it looks once per boot"
+
+
+def test_a_new_root_waits_for_its_kubelet_to_join_before_it_looks(rebuilt: Node) -> None:
+    fence(rebuilt)
+    run_setup(rebuilt)
+    rebuilt.drop(KUBECONFIG)
+    assert run(rebuilt) == ""
+    rebuilt.put(KUBECONFIG, rebuilt.api.kubeconfig())
+    rebuilt.api.answer = lambda method, path: failure(503, "starting")
+    assert run(rebuilt) == ""
+    rebuilt.api.answer = None
+    run(rebuilt)
+    assert state(rebuilt) == (False, None)
+
+
+def test_a_new_root_keeps_the_cordon_until_its_plugin_runs(rebuilt: Node, kubelet: Kubelet) -> None:
+    """Without a plugin, nothing offers the fenced GPU; but it is about to start."""
+    rebuilt.drop(PLUGIN_SOCKET)
+    rebuilt.drop(CHECKPOINT)
+    run_setup(rebuilt)
+    assert run(rebuilt) == f"the node stays cordoned for {WORD} until its device plugin runs"
+    assert state(rebuilt) == (True, WORD)
+    advertise(rebuilt, *UUIDS)
+    assert run(rebuilt) == CORDONED
+    advertise(rebuilt, UUIDS[1])
+    run(rebuilt)
+    assert state(rebuilt) == (False, None)

@@ -10,6 +10,7 @@ from agent.vendors.nvidia.contract import (
     DRAIN_AND_RESET,
     FABRIC_HEALTH,
     HEALTH_FIELDS,
+    LINK_ERRORS,
     PAGES_PENDING,
     POWER_BRAKE,
     RECOVERY_ACTION,
@@ -50,6 +51,10 @@ HEALTHY = dict.fromkeys((PAGES_PENDING, ROWS_PENDING, ROWS_FAILED), "No") | {
         ({POWER_BRAKE: "Active"}, "degraded", "PowerBrake", True),
         ({FABRIC_HEALTH: "Unhealthy"}, "degraded", "FabricUnhealthy", True),
         ({FABRIC_HEALTH: "Limited Capacity"}, "degraded", "FabricLimited", True),
+        ({LINK_ERRORS: "None"}, "healthy", "", True),
+        ({LINK_ERRORS: "Recovery"}, "degraded", "NVLinkRecoveryErrors", True),
+        ({LINK_ERRORS: "Replay"}, "degraded", "NVLinkReplayErrors", True),
+        ({LINK_ERRORS: "CRC"}, "degraded", "NVLinkCRCErrors", True),
         # The worst counts.
         ({RECOVERY_ACTION: "Reset", ROWS_FAILED: "Yes", ROWS_PENDING: "Yes"}, "broken", "RowRemapFailure", False),
         ({ROWS_PENDING: "Maybe", "a.later.field": "Yes"}, "healthy", "", True),
@@ -69,5 +74,5 @@ def test_what_a_gpu_does_not_say_is_no_fault() -> None:
 
 
 def test_each_row_is_about_a_field_that_is_asked_for_and_fits_a_taint() -> None:
-    assert {field for field, _ in OWN_WORDS} <= set(HEALTH_FIELDS)
+    assert {field for field, _ in OWN_WORDS} <= {*HEALTH_FIELDS, LINK_ERRORS}
     assert all(REASON.fullmatch(row.reason) for row in OWN_WORDS.values())
