@@ -294,17 +294,12 @@ def _joined_service(node: str) -> str:
     """Return the unit that reports the join once the API server has the Node. The host then removes the token."""
     final, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
     get = f"kubectl --kubeconfig={KUBECONFIG} --request-timeout=10s get --raw=/"
-    lease = f"{get}apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{node}"
     script = (
         # An image may have a kubelet but no kubectl. In that case, the kubelet's certificate is proof enough.
         "command -v kubectl >/dev/null || exit 0",
-        f"{get}api/v1/nodes/{node} >/dev/null || exit 1",
-        # The Node may be from an earlier start or root file system. A kubelet that works renews its lease.
-        # In the API server's JSON, the time follows after `renewTime":"`, with 19 characters down to the second.
-        f'renewed=$$({lease} | grep --only-matching "renewTime[^,}}]*" | cut --characters=13-31)',
-        # systemctl shows it in words, or as `@` and seconds. `date` knows both.
-        "booted=$$(systemctl show --timestamp=unix --value --property=UserspaceTimestamp)",
-        'test -n "$$renewed" && test "$$(date --date="$${renewed}Z" +%%s)" -ge "$$(date --date="$$booted" +%%s)"',
+        # The Node may be from an earlier start or root file system. A kubelet that works says in which boot it is: each
+        # start of a machine has an id of its own.
+        f'{get}api/v1/nodes/{node} | grep --quiet "$$(cat /proc/sys/kernel/random/boot_id)"',
     )
     return (
         f"{JOINED_SERVICE}ExecStartPre=/bin/sh -c '{'; '.join(script)}'\n"
