@@ -39,6 +39,7 @@ from agent.model.paths import (
     MACHINE_REPORT_DIRECTORY,
     TOKEN_NAME,
     candidate_of,
+    machine_image,
     machine_root,
     node_record,
     root_records,
@@ -461,7 +462,9 @@ def is_others_candidate(machine: str, system: System) -> bool:
     """Return whether somebody else's machine has the name of the machine's candidate by now."""
     path, record = machine_root(candidate_of(machine)), root_record(machine, "next", system)
     inode = system.link_inode(path)
-    if inode is None or isinstance(record, Broken | Unseen):
+    if inode is None:
+        return system.exists(machine_image(candidate_of(machine)))
+    if isinstance(record, Broken | Unseen):
         return False
     return isinstance(record, Absent) or not record.is_of(inode, system.birth(path))
 
