@@ -65,6 +65,10 @@ class CannotLeaveError(AgentError):
     """The machine cannot be asked, or cannot do what it was asked for. It has changed nothing."""
 
 
+class NoAnswerError(CannotLeaveError):
+    """The machine has not even begun: its image may lack the unit that would."""
+
+
 def drain(machine: str, system: System, progress: Progress, limit: float) -> None:
     """Let the machine cordon its node and evict its pods, which takes `limit` seconds at most.
 
@@ -204,7 +208,7 @@ class _Waiting(Struct):
         if not self.last:
             if now - self.asked > begin:
                 old = "its image may have an older agent"
-                raise CannotLeaveError(f"machine {self.machine} has not answered for {begin:.0f} s{why}; {old}", see)
+                raise NoAnswerError(f"machine {self.machine} has not answered for {begin:.0f} s{why}; {old}", see)
         elif now - self.heard > SILENT:
             raise AgentError(f"machine {self.machine} has said nothing for {SILENT:.0f} s{why}", see)
         elif now - self.asked > self.request.seconds + MARGIN:
