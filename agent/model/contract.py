@@ -366,13 +366,6 @@ render_leave_request, parse_leave_request = document(LEAVE_NAME, LeaveRequest, H
 render_leave_answer, parse_leave_answer = document(LEAVING_NAME, LeaveAnswer, IMAGE, HOST)
 
 
-def _refuse_duplicates(what: str, items: Iterable[object]) -> None:
-    duplicate = next((item for item, count in Counter(items).items() if count > 1), None)
-    if duplicate is not None:
-        advice = "the machine half writes the document again"
-        raise DocumentError(f"{ALLOCATABLE_NAME}: {what} {duplicate} is listed twice", advice)
-
-
 # The allocatable devices: those that pods may be given by Dynamic Resource Allocation.
 #
 # The machine half writes this document after it has published a verified CDI specification, and takes the devices'
@@ -436,7 +429,9 @@ def parse_allocatable(data: bytes) -> tuple[AllocatableVendor, ...]:
         ("device", [(each.pci_address, each.partition) for each in devices]),
         ("CDI name", [name for each in devices for name in each.cdi_names]),
     ):
-        _refuse_duplicates(what, items)
+        if twice := [item for item, count in Counter(items).items() if count > 1]:
+            advice = "the machine half writes the document again"
+            raise DocumentError(f"{ALLOCATABLE_NAME}: {what} {twice[0]} is listed twice", advice)
     return vendors
 
 
