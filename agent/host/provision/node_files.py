@@ -29,7 +29,7 @@ from agent.host.provision.binaries import POD_IMAGES_DIRECTORY
 from agent.host.provision.host_settings import FORWARDING, sysctl_lines
 from agent.host.state.records import MARK, Durable
 from agent.model.errors import AgentError, ConfigError
-from agent.model.facts import Absent, Broken, Seen, Unseen
+from agent.model.facts import Absent, Seen
 from agent.model.json_document import json_for_yaml
 from agent.model.node import NodeBinary, NodeFile, NodeImage
 from agent.model.paths import (
@@ -443,6 +443,11 @@ class NodeRecord(Struct, frozen=True):
         """Return whether a directory is the one that `up` made. `born` is when the directory was made; 0 if unknown."""
         return inode == self.inode and (born == self.born or not born or not self.born)
 
+    def is_at(self, path: str, system: System) -> bool:
+        """Return whether the directory at a path is the one that `up` made."""
+        inode = system.link_inode(path)
+        return inode is not None and self.is_of(inode, system.birth(path))
+
 
 NODE_RECORDS = Durable(NodeRecord)
 
@@ -461,12 +466,9 @@ def root_record(machine: str, which: str, system: System) -> Seen[NodeRecord]:
 def is_others_candidate(machine: str, system: System) -> bool:
     """Return whether somebody else's machine has the name of the machine's candidate by now."""
     path, record = machine_root(candidate_of(machine)), root_record(machine, "next", system)
-    inode = system.link_inode(path)
-    if inode is None:
+    if system.link_inode(path) is None:
         return system.exists(machine_image(candidate_of(machine)))
-    if isinstance(record, Broken | Unseen):
-        return False
-    return isinstance(record, Absent) or not record.is_of(inode, system.birth(path))
+    return isinstance(record, Absent) or (isinstance(record, NodeRecord) and not record.is_at(path, system))
 
 
 def make_record(
