@@ -338,7 +338,7 @@ class LeaveEnd(StrEnum):
 class Lost(NamedTuple):
     """Files that another root of the machine would not have."""
 
-    path: Annotated[str, Form("an absolute path", re.compile(r"/[^\x00]{0,8191}").fullmatch)]
+    path: Annotated[str, Form("an absolute path", re.compile(r"/[^\x00\ud800-\udfff]{0,8191}").fullmatch)]
     """A directory in the machine. The files are in it, or below it."""
     files: Count
     size: Count
