@@ -13,7 +13,8 @@ from agent.cli.output import print_machines
 from agent.cli.printing import confirm, report_failures, say
 from agent.host.allocation import CORDONED, UNSCHEDULABLE, cordon, recorded_node
 from agent.host.joining import Watch
-from agent.host.leave import CannotLeaveError, drain, lines, uncordon, unsaved, was_drained, what_is_lost
+from agent.host.leave import CannotLeaveError, NoAnswerError, drain, lines, uncordon, unsaved, was_drained, what_is_lost
+from agent.host.observe.machine import observe_joined
 from agent.host.provision.apply import STOP_LIMIT
 from agent.host.provision.plan import NodeStep
 from agent.host.provision.preflight import Asking
@@ -317,6 +318,11 @@ def _uncordon_itself(name: str, reconciler: Reconciler, not_yet: str) -> tuple[s
     reconciler.progress(f"machine {name} uncordons its node")
     try:
         said = uncordon(name, reconciler.system, reconciler.progress)
+    except NoAnswerError as error:
+        # Perhaps an interrupted `stop` cordoned nothing. Without an answer, nobody can tell.
+        node = observe_joined(name, reconciler.system) or "NODE"
+        reconciler.progress(f"{error}; if node {node} is still cordoned, run `kubectl uncordon {node}`")
+        return ()
     except (AgentError, OSError) as error:
         return (f"the node of machine {name} is still cordoned: {error}; {again}",)
     return (f"{said}; see GPUsHealthy in `unbounded-agent status --wide`",) if said else ()

@@ -10,14 +10,12 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Annotated
 
-from msgspec import Meta, Struct, field
-from msgspec.structs import asdict, replace
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from agent.host.apply.steps import publish_documents
 from agent.host.detach import Timing, find_gpu
-from agent.host.observe.machine import Address, Time
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import record_fault, record_test, record_testing
 from agent.host.state.locks import detach_lock, locked, pass_lock
@@ -26,12 +24,12 @@ from agent.host.verify.answers import MACHINE_SAYS
 from agent.host.verify.gpu_states import module_version
 from agent.model.contract import (
     FIRST_CONTEXT,
-    VERSION,
     GpuTestEnd,
     GpuTestRequest,
     GpuTestResult,
     GpuTestResults,
     GpuToTest,
+    parse_test_results,
     render_test_request,
 )
 from agent.model.errors import AgentError, DocumentError
@@ -39,7 +37,6 @@ from agent.model.facts import GPU_TEST, Facts, Gpu, GpuFault, Verdict
 from agent.model.handoff import DRA, SIZE_LIMIT
 from agent.model.paths import GPU_TEST_LOCK, GPU_TESTS_NAME, PCI_DEVICES, gpu_test_file, report_directory
 from agent.model.text import one_line, printable
-from agent.model.typed_json import Format
 from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.system.trust import read_seen
@@ -351,39 +348,9 @@ def _compared(tried: Sequence[TriedGpu]) -> tuple[TriedGpu, ...]:
     return tuple(compared)
 
 
-# Parses a machine's results. The machine is not trusted: everything is bounded, and all texts are printable.
-
-Figure = Annotated[float, Meta(ge=0, lt=2**60)]
-FigureName = Annotated[str, Meta(pattern=r"\A[a-z][a-z_]{0,31}\Z")]
-Figures = Annotated[dict[FigureName, Figure], Meta(max_length=32)]
-
-
-class _Result(Struct, frozen=True):
-    gpu: Address
-    uuid: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9/-]{0,80}\Z")]
-    result: GpuTestEnd
-    step: Annotated[str, Meta(pattern=r"\A[a-z ]{0,32}\Z")]
-    message: Annotated[str, Meta(max_length=1000)]
-    figures: Figures
-    floors: Figures
-    slow: Annotated[tuple[FigureName, ...], Meta(max_length=32)]
-    finished: Time
-    peer: Annotated[str, Meta(pattern=r"\A[0-9a-f:.]{0,16}\Z")] = ""
-
-
-class _Results(Struct, frozen=True):
-    id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{1,64}\Z")]
-    done: bool
-    results: Annotated[tuple[_Result, ...], Meta(max_length=256)]
-
-
-_FORMAT = Format(_Results, VERSION, advice="bring agent and image to the same release")
-
-
 def parse_results(data: bytes) -> GpuTestResults:
-    """Parse a machine's results. Raises DocumentError, which names the wrong key if there is one."""
-    document, results = _FORMAT.parse(GPU_TESTS_NAME, data), []
-    for each in document.results:
-        message = f"{MACHINE_SAYS}{printable(one_line(each.message))}" if each.message else ""
-        results.append(GpuTestResult(**{**asdict(each), "message": message}))
-    return GpuTestResults(document.id, document.done, tuple(results))
+    """Parse a machine's results, which are not trusted: all texts become printable. Raises DocumentError."""
+    found = parse_test_results(data)
+    says = (f"{MACHINE_SAYS}{printable(one_line(each.message))}" if each.message else "" for each in found.results)
+    results = (each._replace(message=said) for each, said in zip(found.results, says, strict=True))
+    return found._replace(results=tuple(results))

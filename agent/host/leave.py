@@ -8,29 +8,27 @@ import posixpath
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from typing import Annotated, TypeAlias
+from typing import TypeAlias
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from agent.host.apply.steps import publish_documents
 from agent.host.state.locks import locked
 from agent.host.verify.answers import MACHINE_SAYS
 from agent.model.contract import (
-    LOST_LIMIT,
     NAMED,
-    VERSION,
     LeaveAnswer,
     LeaveEnd,
     LeaveRequest,
     LeaveTask,
     Lost,
+    parse_leave_answer,
     render_leave_request,
 )
 from agent.model.errors import AgentError, DocumentError
 from agent.model.facts import Absent
 from agent.model.handoff import SIZE_LIMIT
 from agent.model.paths import (
-    LEAVING_NAME,
     MACHINED_STATE,
     drained_file,
     handoff_directory,
@@ -39,7 +37,6 @@ from agent.model.paths import (
     leaving_file,
 )
 from agent.model.text import counted, first_of, one_line, quoted
-from agent.model.typed_json import Format
 from agent.system.files import System
 from agent.system.trust import read_seen
 
@@ -63,6 +60,10 @@ Progress: TypeAlias = Callable[[str], None]
 
 class CannotLeaveError(AgentError):
     """The machine cannot be asked, or cannot do what it was asked for. It has changed nothing."""
+
+
+class NoAnswerError(CannotLeaveError):
+    """The machine has not even begun: its image may lack the unit that would."""
 
 
 def drain(machine: str, system: System, progress: Progress, limit: float) -> None:
@@ -214,7 +215,7 @@ class _Waiting(Struct):
         if not self.last:
             if now - self.asked > begin:
                 old = "its image may have an older agent"
-                raise CannotLeaveError(f"machine {self.machine} has not answered for {begin:.0f} s{why}; {old}", see)
+                raise NoAnswerError(f"machine {self.machine} has not answered for {begin:.0f} s{why}; {old}", see)
         elif now - self.heard > SILENT:
             raise AgentError(f"machine {self.machine} has said nothing for {SILENT:.0f} s{why}", see)
         elif now - self.asked > self.request.seconds + MARGIN:
@@ -238,35 +239,9 @@ def _progress(machine: str, answer: LeaveAnswer) -> str:
     return f"{counted(answer.pods, 'pod')} to leave{waiting}"
 
 
-# Parses an answer. The machine is not trusted: everything is bounded, and all texts are printable.
-
-Count = Annotated[int, Meta(ge=0, lt=2**60)]
-Text = Annotated[str, Meta(max_length=1000)]
-
-
-class _Lost(Struct, frozen=True):
-    path: Annotated[str, Meta(pattern=r"\A/[^\x00]{0,8191}\Z")]
-    files: Count
-    size: Count
-    volume: Text = ""
-
-
-class _Answer(Struct, frozen=True):
-    id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{1,64}\Z")]
-    end: LeaveEnd
-    seconds: Annotated[float, Meta(ge=0, lt=2**30)]
-    message: Text = ""
-    pods: Count = 0
-    waiting: Annotated[tuple[Text, ...], Meta(max_length=NAMED)] = ()
-    lost: Annotated[tuple[_Lost, ...], Meta(max_length=LOST_LIMIT)] = ()
-
-
-_FORMAT = Format(_Answer, VERSION, advice="bring agent and image to the same release")
-
-
 def parse_answer(data: bytes) -> LeaveAnswer:
-    """Parse a machine's answer. Raises DocumentError, which names the wrong key if there is one."""
-    found = _FORMAT.parse(LEAVING_NAME, data)
+    """Parse a machine's answer, which is not trusted: all texts become printable. Raises DocumentError."""
+    found = parse_leave_answer(data)
     waiting = tuple(one_line(each) for each in found.waiting)
-    lost = tuple(Lost(each.path, each.files, each.size, one_line(each.volume)) for each in found.lost)
-    return LeaveAnswer(found.id, found.end, found.seconds, one_line(found.message), found.pods, waiting, lost)
+    lost = tuple(each._replace(volume=one_line(each.volume)) for each in found.lost)
+    return found._replace(message=one_line(found.message), waiting=waiting, lost=lost)

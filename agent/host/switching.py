@@ -201,9 +201,8 @@ class Switching(Struct, frozen=True):
 
     def serves(self, which: str) -> bool:
         """Return whether the `next` or the `former` root file system has the machine's name."""
-        record, root = root_record(self.name, which, self._system), machine_root(self.name)
-        inode = self._system.link_inode(root)
-        return isinstance(record, NodeRecord) and inode is not None and record.is_of(inode, self._system.birth(root))
+        record = root_record(self.name, which, self._system)
+        return isinstance(record, NodeRecord) and record.is_at(machine_root(self.name), self._system)
 
     def is_ready(self, outcome: Outcome) -> bool:
         """Return whether the machine is ready and has joined, and its GPUs have passed the test if they must."""

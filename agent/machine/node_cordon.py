@@ -18,13 +18,7 @@ from agent.model.conditions import Condition, ConditionType
 from agent.model.contract import FencedGpu, parse_host_status
 from agent.model.errors import AgentError, DocumentError
 from agent.model.handoff import SIZE_LIMIT, parse_handoff
-from agent.model.paths import (
-    CONDITIONS_NAME,
-    CORDONED_FOR,
-    HANDOFF_NAME,
-    MACHINE_HANDOFF_DIRECTORY,
-    NODE_CORDON_MARK,
-)
+from agent.model.paths import CONDITIONS_NAME, CORDONED_FOR, HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, NODE_CORDON_MARK
 from agent.system.api_server import ApiClient, ConflictError, Credentials, NotFoundError
 from agent.system.files import System
 from agent.system.journal import INFO, Ages, say

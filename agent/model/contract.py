@@ -6,22 +6,25 @@ start a new generation.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import Annotated, NamedTuple
+from functools import partial
+from typing import Annotated, NamedTuple, TypeVar
 
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.device import PCI_ADDRESS
 from agent.model.errors import DocumentError
-from agent.model.json_document import HOST, TIME, Form, Seconds, parse_document, render_document
+from agent.model.json_document import HOST, IMAGE, TIME, Form, Seconds, parse_document, render_document
 from agent.model.paths import (
     ALLOCATABLE_NAME,
     CONDITIONS_NAME,
     DRA_STATUS_NAME,
     GPU_STATES_NAME,
     GPU_TEST_NAME,
+    GPU_TESTS_NAME,
     HEALTH_NAME,
     LEAVE_NAME,
+    LEAVING_NAME,
 )
 from agent.model.text import one_line
 
@@ -34,7 +37,23 @@ SILENT_AFTER = 300.0
 """Age in seconds at which a host status is stale, because the host half has missed several passes by then."""
 
 
+V = TypeVar("V")
+
+
+def document(
+    where: str, kind: type[V], writer: str = IMAGE, reader: str = IMAGE
+) -> tuple[Callable[[V], bytes], Callable[[bytes], V]]:
+    """Return two functions: one renders a document of this name and these contents, a named tuple, and one parses it.
+
+    The second one raises DocumentError, which names the wrong key.
+    """
+    return partial(render_document, VERSION), lambda data: parse_document(where, data, kind, VERSION, writer, reader)
+
+
 Address = Annotated[str, Form("a PCI address", PCI_ADDRESS.fullmatch)]
+Id = Annotated[str, Form("a word", re.compile(r"[0-9a-f]{1,64}").fullmatch)]
+Text = Annotated[str, Form("a text of up to 1000 characters", lambda text: len(text) <= 1000)]
+Count = Annotated[int, Form("a count", lambda number: 0 <= number < 1 << 60)]
 REASON = re.compile(r"([A-Za-z][A-Za-z0-9]{0,62})?")
 """A reason becomes the value of a taint, which must have the form of a label's value."""
 OneWord = Annotated[str, Form("one word", REASON.fullmatch)]
@@ -90,9 +109,7 @@ def render_host_status(
     return render_document(VERSION, HostStatus(*known, node_condition, tuple(sorted(fenced))))
 
 
-def parse_host_status(data: bytes) -> HostStatus:
-    """Return the host status in a document. Raises DocumentError, which names the key."""
-    return parse_document(CONDITIONS_NAME, data, HostStatus, VERSION, HOST)
+parse_host_status = document(CONDITIONS_NAME, HostStatus, HOST)[1]
 
 
 # The GPU states: what the host half tells agent.dra about the health and the place of the granted GPUs. Only machines
@@ -185,9 +202,7 @@ def render_health_questions(questions: HealthQuestions) -> bytes:
     return render_document(VERSION, questions._replace(withheld=tuple(sorted(questions.withheld))))
 
 
-def parse_health_questions(data: bytes) -> HealthQuestions:
-    """Return the questions in a document. Raises DocumentError, which names the key."""
-    return parse_document(HEALTH_NAME, data, HealthQuestions, VERSION, HOST)
+parse_health_questions = document(HEALTH_NAME, HealthQuestions, HOST)[1]
 
 
 # The test of GPUs: which GPUs the machine is to test now, and what came of it. Only `gpus test` asks for it.
@@ -209,7 +224,7 @@ class GpuToTest(NamedTuple):
 class GpuTestRequest(NamedTuple):
     """What the host half wants tested, one GPU after the other. Each request has another `id`."""
 
-    id: Annotated[str, Form("a word", re.compile(r"[0-9a-f]{1,64}").fullmatch)]
+    id: Id
     seconds: Annotated[float, Form("seconds", lambda value: 0 <= value <= TEST_LIMIT)]
     """For how long each GPU computes at least."""
     gpus: tuple[GpuToTest, ...]
@@ -230,24 +245,38 @@ class GpuTestEnd(StrEnum):
         return self in (GpuTestEnd.FAILED, GpuTestEnd.HUNG)
 
 
+FIGURE = re.compile(r"[a-z][a-z_]{0,31}")
+FIGURES = 32
+"""The most figures of one device."""
+
+
+def _are_figures(found: Mapping[str, float]) -> bool:
+    bounded = all(FIGURE.fullmatch(name) and 0 <= number < 2**60 for name, number in found.items())
+    return bounded and len(found) <= FIGURES
+
+
+NUMBERS = Form(f"up to {FIGURES} numbers by name", _are_figures)
+FigureName = Annotated[str, Form("a figure's name", FIGURE.fullmatch)]
+
+
 class GpuTestResult(NamedTuple):
     """The result of one device: a GPU or, if `uuid` is that of a MIG device, a part of it."""
 
-    gpu: str
-    uuid: str
+    gpu: Address
+    uuid: Annotated[str, Form("a UUID", re.compile(r"[A-Za-z0-9/-]{0,80}").fullmatch)]
     """Empty if no device of the GPU could be tested."""
     result: GpuTestEnd
-    step: str = ""
+    step: Annotated[str, Form("a few words", re.compile(r"[a-z ]{0,32}").fullmatch)] = ""
     """What failed, or could not run; empty if nothing did."""
-    message: str = ""
-    figures: Mapping[str, float] = {}
+    message: Text = ""
+    figures: Annotated[Mapping[str, float], NUMBERS] = {}
     """What was measured: bytes, bytes per second, seconds."""
-    floors: Mapping[str, float] = {}
+    floors: Annotated[Mapping[str, float], NUMBERS] = {}
     """The least that a sound GPU reaches, by figure, if that is known."""
-    slow: tuple[str, ...] = ()
+    slow: Annotated[tuple[FigureName, ...], Form("a short list", lambda found: len(found) <= FIGURES)] = ()
     """The figures below their floors. If there are any, nothing else is wrong."""
-    finished: float = 0.0
-    peer: str = ""
+    finished: Seconds = 0.0
+    peer: Annotated[str, Form("a PCI address", re.compile(r"[0-9a-f:.]{0,16}").fullmatch)] = ""
     """The other GPU's PCI address if this is the test of the way to it."""
 
     @property
@@ -259,22 +288,13 @@ class GpuTestResult(NamedTuple):
 class GpuTestResults(NamedTuple):
     """The results so far of the request with this `id`."""
 
-    id: str
+    id: Id
     done: bool
-    results: tuple[GpuTestResult, ...] = ()
+    results: Annotated[tuple[GpuTestResult, ...], Form("a short list", lambda found: len(found) <= 256)] = ()
 
 
-def render_test_request(request: GpuTestRequest) -> bytes:
-    return render_document(VERSION, request)
-
-
-def parse_test_request(data: bytes) -> GpuTestRequest:
-    """Return the request in a document. Raises DocumentError, which names the key."""
-    return parse_document(GPU_TEST_NAME, data, GpuTestRequest, VERSION, HOST)
-
-
-def render_test_results(results: GpuTestResults) -> bytes:
-    return render_document(VERSION, results)
+render_test_request, parse_test_request = document(GPU_TEST_NAME, GpuTestRequest, HOST)
+render_test_results, parse_test_results = document(GPU_TESTS_NAME, GpuTestResults, IMAGE, HOST)
 
 
 # The leave: what a machine does before it stops or another root takes its place, and after it has started again.
@@ -301,7 +321,7 @@ class LeaveTask(StrEnum):
 class LeaveRequest(NamedTuple):
     """Each request has another `id`."""
 
-    id: Annotated[str, Form("a word", re.compile(r"[0-9a-f]{1,64}").fullmatch)]
+    id: Id
     task: LeaveTask
     seconds: Annotated[float, Form("seconds", lambda value: 0 <= value <= LEAVE_LIMIT)]
     """After these, the machine gives up."""
@@ -322,48 +342,32 @@ class LeaveEnd(StrEnum):
 class Lost(NamedTuple):
     """Files that another root of the machine would not have."""
 
-    path: str
+    path: Annotated[str, Form("an absolute path", re.compile(r"/[^\x00\ud800-\udfff]{0,8191}").fullmatch)]
     """A directory in the machine. The files are in it, or below it."""
-    files: int
-    size: int
+    files: Count
+    size: Count
     """In bytes."""
-    volume: str = ""
+    volume: Text = ""
     """Whose volume the directory is, if it is one."""
 
 
 class LeaveAnswer(NamedTuple):
     """How far the request with this `id` is."""
 
-    id: str
+    id: Id
     end: LeaveEnd
-    seconds: float
+    seconds: Seconds
     """For how long the machine has worked. The answer is written again while it works."""
-    message: str = ""
-    pods: int = 0
+    message: Text = ""
+    pods: Count = 0
     """How many pods still have to leave."""
-    waiting: tuple[str, ...] = ()
+    waiting: Annotated[tuple[Text, ...], Form("a short list", lambda found: len(found) <= NAMED)] = ()
     """Some of them, each with the reason why it has not left."""
-    lost: tuple[Lost, ...] = ()
+    lost: Annotated[tuple[Lost, ...], Form("a short list", lambda found: len(found) <= LOST_LIMIT)] = ()
 
 
-def render_leave_request(request: LeaveRequest) -> bytes:
-    return render_document(VERSION, request)
-
-
-def parse_leave_request(data: bytes) -> LeaveRequest:
-    """Return the request in a document. Raises DocumentError, which names the key."""
-    return parse_document(LEAVE_NAME, data, LeaveRequest, VERSION, HOST)
-
-
-def render_leave_answer(answer: LeaveAnswer) -> bytes:
-    return render_document(VERSION, answer)
-
-
-def _refuse_duplicates(what: str, items: Iterable[object]) -> None:
-    duplicate = next((item for item, count in Counter(items).items() if count > 1), None)
-    if duplicate is not None:
-        advice = "the machine half writes the document again"
-        raise DocumentError(f"{ALLOCATABLE_NAME}: {what} {duplicate} is listed twice", advice)
+render_leave_request, parse_leave_request = document(LEAVE_NAME, LeaveRequest, HOST)
+render_leave_answer, parse_leave_answer = document(LEAVING_NAME, LeaveAnswer, IMAGE, HOST)
 
 
 # The allocatable devices: those that pods may be given by Dynamic Resource Allocation.
@@ -439,7 +443,9 @@ def parse_allocatable(data: bytes) -> tuple[AllocatableVendor, ...]:
         ("device", [(each.pci_address, each.partition) for each in devices]),
         ("CDI name", [name for each in devices for name in each.cdi_names]),
     ):
-        _refuse_duplicates(what, items)
+        if twice := [item for item, count in Counter(items).items() if count > 1]:
+            advice = "the machine half writes the document again"
+            raise DocumentError(f"{ALLOCATABLE_NAME}: {what} {twice[0]} is listed twice", advice)
     return vendors
 
 
@@ -485,9 +491,7 @@ def render_dra_status(status: DraStatus) -> bytes:
     return render_document(VERSION, status._replace(offers=offers, message=one_line(status.message)))
 
 
-def parse_dra_status(data: bytes) -> DraStatus:
-    """Return the status in a document. Raises DocumentError, which names the key."""
-    return parse_document(DRA_STATUS_NAME, data, DraStatus, VERSION)
+parse_dra_status = document(DRA_STATUS_NAME, DraStatus)[1]
 
 
 # The list of the files that `up` put into a machine. With it, the machine half notices changed files.

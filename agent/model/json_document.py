@@ -7,7 +7,7 @@ Also renders the JSON that other programs read as YAML.
 import json
 import re
 import tomllib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -183,7 +183,7 @@ def decode(where: str, document: dict[str, Any], kind: type[V]) -> V:
 
     The annotations of the class's fields say what each key must be, and keys of fields with a default may be missing.
     Unknown keys are ignored. Annotations may be types of JSON, StrEnum, named tuples, `tuple[T, ...]`, `dict[str, T]`,
-    and each of these with a Form.
+    Mapping, and each of these with a Form.
     """
     values = {}
     for name, (decoder, required) in _fields(cast(Hashable, kind)).items():
@@ -214,7 +214,7 @@ def _decoder(hint: Any) -> Decoder:  # noqa: ANN401 - an annotation
         return lambda where, key, value: tuple(
             item(where, f"{key}[{index}]", each) for index, each in enumerate(_expected(where, key, value, list))
         )
-    if origin is dict:
+    if origin in (dict, Mapping):
         item = _decoder(arguments[1])
         return lambda where, key, value: {
             name: item(where, f"{key}[{name[:NAME_SHOWN]!a}]", each)

@@ -213,6 +213,11 @@ def machine_root(machine: str) -> str:
     return f"{MACHINE_ROOTS}/{machine}"
 
 
+def machine_image(machine: str) -> str:
+    """Return the path of the image file that systemd-nspawn boots if the machine has no root directory."""
+    return f"{machine_root(machine)}.raw"
+
+
 def staged_prefix(machine: str) -> str:
     """Return the start of the paths of unfinished root file systems. systemd ignores names that begin with a dot."""
     return f"{MACHINE_ROOTS}/.{machine}.unbounded-agent-"

@@ -227,6 +227,21 @@ def test_a_node_that_its_machine_cannot_uncordon_is_named(
     assert not host.exists(drained_file(MACHINE))
 
 
+def test_a_machine_that_does_not_answer_after_its_start_has_started(
+    host: NodeHost, agent: Reconciler, clock: Clock
+) -> None:
+    """A `stop` was interrupted before the machine answered, or the image that boots now lacks the unit."""
+    said: list[str] = []
+    agent.progress = said.append
+    host.file(f"{MACHINED_STATE}/{MACHINE}")
+    host.write(drained_file(MACHINE), f"{MACHINE}\n".encode())
+    clock.meanwhile = lambda: None
+    assert command(agent, f"start {MACHINE}") == 0
+    (remark,) = [each for each in said if "has not answered for 120 s" in each]
+    assert f"if node {NODE} is still cordoned, run `kubectl uncordon {NODE}`" in remark
+    assert host.exists(drained_file(MACHINE)), "a later image may answer"
+
+
 @pytest.mark.parametrize("why", ["does not run", "has not answered for 30 s", "machine says: no kubelet"])
 def test_pods_end_with_a_machine_that_has_no_node_or_an_older_agent(
     host: NodeHost, agent: Reconciler, clock: Clock, why: str

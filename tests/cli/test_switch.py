@@ -166,6 +166,24 @@ def test_another_machine_with_the_name_of_a_candidate_is_left_alone(host: NodeHo
     assert not any("systemctl" in argv for argv in host.runner.calls)
 
 
+def test_an_image_file_with_the_name_of_a_candidate_is_left_alone(host: NodeHost) -> None:
+    """systemd-nspawn boots it as the machine of that name."""
+    image = f"{machine_root(CANDIDATE)}.raw"
+    kill_at(host, ("systemctl", "start", "--no-block", machine_unit(CANDIDATE)))
+    with pytest.raises(KilledError):
+        switch(host)
+    host.tools.before = lambda argv: None
+    host.rename(machine_root(CANDIDATE), OTHER)
+    host.file(image, "text")
+    host.runner.calls.clear()
+    assert switch_fails(host).startswith(
+        f"the candidate of machine {MACHINE} would be named {CANDIDATE}, as {image} is"
+    )
+    assert work(node_reconciler(host), host.network) == ()
+    assert host.read(image) == b"text"
+    assert ("systemctl", "stop", machine_unit(CANDIDATE)) not in host.runner.calls
+
+
 def test_a_rebuild_forgets_the_switch(host: NodeHost) -> None:
     assert switch(host) == 0
     assert command(node_reconciler(host), f"up {MACHINE} --rebuild", network=host.network, ask=host.ask) == 0

@@ -191,6 +191,8 @@ def test_an_answer_to_another_request_does_not_count(host: Host, clock: Clock) -
         {"waiting": ["x"] * 21},
         {"message": "x" * 1001},
         {"lost": [{"path": "relative", "files": 1, "size": 1}]},
+        {"lost": [{"path": "/half a pair: \ud800", "files": 1, "size": 1}]},
+        {"seconds": float("nan")},
         {"lost": [{"path": "/x", "files": 1, "size": 1}] * (LOST_LIMIT + 1)},
         {"version": 2},
     ],

@@ -37,8 +37,8 @@ KINDS = (
     StagedRoot,
     Switch,
 )
-CACHES = {"ServiceState", "_Copy", "Observation", "_Condition", "_Results", "_Answer", "CheckResult"}
-"""What the next pass makes again, and what only the machine's half and the host's exchange."""
+CACHES = {"ServiceState", "_Copy", "Observation", "_Condition", "CheckResult"}
+"""What the next pass makes again."""
 TIMES = {"Time"}
 """Lists of times, which have no fields."""
 AGENT = Path(__file__).parents[2] / "agent"

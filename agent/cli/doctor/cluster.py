@@ -12,15 +12,7 @@ from typing import Any
 from agent.host.vendors import HOST_VENDORS
 from agent.model.errors import CommandError
 from agent.system.files import System
-from agent.vendors.host_vendor import (
-    Cluster,
-    Finding,
-    KubernetesObject,
-    crashes,
-    name,
-    pod_spec,
-    seconds,
-)
+from agent.vendors.host_vendor import Cluster, Finding, KubernetesObject, crashes, name, pod_spec, seconds
 
 # Finds faults of a cluster that keep pods from GPUs of any vendor. Pure.
 

@@ -225,11 +225,7 @@ MOUNTS = "/proc/self/mountinfo"
 
 
 class Directories:
-    """An event source: names in directories, which may appear and disappear.
-
-    pyroute2's Inotify is not used, because it has no non-blocking read, treats a failed inotify_add_watch(2) as a
-    success, and exits when events overflow.
-    """
+    """An event source: names in directories, which may appear and disappear."""
 
     def __init__(
         self,

@@ -19,17 +19,7 @@ from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.contract import PATH
 from agent.model.device import PCI_ADDRESS, FileIdentity
 from agent.model.errors import BusError, DocumentError
-from agent.model.facts import (
-    Absent,
-    Broken,
-    DeviceAllow,
-    LiveSettings,
-    MachineFacts,
-    Seen,
-    Unit,
-    Unseen,
-    parse_live,
-)
+from agent.model.facts import Absent, Broken, DeviceAllow, LiveSettings, MachineFacts, Seen, Unit, Unseen, parse_live
 from agent.model.goal import fault
 from agent.model.handoff import (
     CHANGED_FILES_LIMIT,

@@ -6,15 +6,7 @@ from msgspec.structs import replace
 
 from agent.host.state.records import HANDED, Handed
 from agent.model.facts import Absent, Broken, Facts, Granted, MachineFacts, Unseen
-from agent.model.goal import (
-    Action,
-    Fault,
-    Goal,
-    MachineGoal,
-    RemoveDriverRoot,
-    RemoveStaleStaging,
-    WriteFile,
-)
+from agent.model.goal import Action, Fault, Goal, MachineGoal, RemoveDriverRoot, RemoveStaleStaging, WriteFile
 from agent.model.paths import STAGING, handed_roots_file
 
 

@@ -186,7 +186,7 @@ def _use_again(step: plan.UseAgain, system: System, _: Progress) -> None:
 def _put_aside(machine: str, system: System) -> None:
     candidate = candidate_of(machine)
     root, record = machine_root(candidate), root_record(machine, "next", system)
-    if isinstance(record, NodeRecord) and _is_of(record, root, system):
+    if isinstance(record, NodeRecord) and record.is_at(root, system):
         _require_stopped(candidate, system)
         clear((other_root(machine),), system, REMOVE_LIMIT)
         _make_movable(root, system)
@@ -211,11 +211,6 @@ def _make_movable(root: str, system: System) -> None:
         allow_removal(system.full_path(root))
 
 
-def _is_of(record: NodeRecord, path: str, system: System) -> bool:
-    inode = system.link_inode(path)
-    return inode is not None and record.is_of(inode, system.birth(path))
-
-
 def _exchange(step: plan.ExchangeRoots, system: System, _: Progress) -> None:
     """Swap the two root file systems of a stopped machine, unless that is done, and record which one is the machine's.
 
@@ -225,8 +220,8 @@ def _exchange(step: plan.ExchangeRoots, system: System, _: Progress) -> None:
     record = root_record(step.machine, step.active, system)
     if not isinstance(record, NodeRecord):
         raise AgentError(record.why, f"restore {root_records(step.machine, step.active)[0]} from a backup")
-    if not _is_of(record, root, system):
-        if not _is_of(record, other, system):
+    if not record.is_at(root, system):
+        if not record.is_at(other, system):
             raise AgentError(f"{other} is not the {step.active} root file system", "see docs/upgrade.md")
         _require_stopped(step.machine, system)
         if step.active == "next":
@@ -241,7 +236,7 @@ def _exchange(step: plan.ExchangeRoots, system: System, _: Progress) -> None:
 
 def _record_former(machine: str, system: System) -> None:
     former = NODE_RECORDS.read(record_paths(machine), system)
-    if not isinstance(former, NodeRecord) or not _is_of(former, machine_root(machine), system):
+    if not isinstance(former, NodeRecord) or not former.is_at(machine_root(machine), system):
         why = f"{machine_root(machine)} was replaced since `up` made it"
         raise AgentError(why if isinstance(former, NodeRecord) else former.why, f"see `unbounded-agent up {machine}`")
     NODE_RECORDS.write(root_records(machine, "former"), former, system)

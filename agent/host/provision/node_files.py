@@ -29,7 +29,7 @@ from agent.host.provision.binaries import POD_IMAGES_DIRECTORY
 from agent.host.provision.host_settings import FORWARDING, sysctl_lines
 from agent.host.state.records import MARK, Durable
 from agent.model.errors import AgentError, ConfigError
-from agent.model.facts import Absent, Broken, Seen, Unseen
+from agent.model.facts import Absent, Seen
 from agent.model.json_document import json_for_yaml
 from agent.model.node import NodeBinary, NodeFile, NodeImage
 from agent.model.paths import (
@@ -39,6 +39,7 @@ from agent.model.paths import (
     MACHINE_REPORT_DIRECTORY,
     TOKEN_NAME,
     candidate_of,
+    machine_image,
     machine_root,
     node_record,
     root_records,
@@ -294,17 +295,12 @@ def _joined_service(node: str) -> str:
     """Return the unit that reports the join once the API server has the Node. The host then removes the token."""
     final, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
     get = f"kubectl --kubeconfig={KUBECONFIG} --request-timeout=10s get --raw=/"
-    lease = f"{get}apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{node}"
     script = (
         # An image may have a kubelet but no kubectl. In that case, the kubelet's certificate is proof enough.
         "command -v kubectl >/dev/null || exit 0",
-        f"{get}api/v1/nodes/{node} >/dev/null || exit 1",
-        # The Node may be from an earlier start or root file system. A kubelet that works renews its lease.
-        # In the API server's JSON, the time follows after `renewTime":"`, with 19 characters down to the second.
-        f'renewed=$$({lease} | grep --only-matching "renewTime[^,}}]*" | cut --characters=13-31)',
-        # systemctl shows it in words, or as `@` and seconds. `date` knows both.
-        "booted=$$(systemctl show --timestamp=unix --value --property=UserspaceTimestamp)",
-        'test -n "$$renewed" && test "$$(date --date="$${renewed}Z" +%%s)" -ge "$$(date --date="$$booted" +%%s)"',
+        # The Node may be from an earlier start or root file system. A kubelet that works says in which boot it is: each
+        # start of a machine has an id of its own.
+        f'{get}api/v1/nodes/{node} | grep --quiet "$$(cat /proc/sys/kernel/random/boot_id)"',
     )
     return (
         f"{JOINED_SERVICE}ExecStartPre=/bin/sh -c '{'; '.join(script)}'\n"
@@ -447,6 +443,11 @@ class NodeRecord(Struct, frozen=True):
         """Return whether a directory is the one that `up` made. `born` is when the directory was made; 0 if unknown."""
         return inode == self.inode and (born == self.born or not born or not self.born)
 
+    def is_at(self, path: str, system: System) -> bool:
+        """Return whether the directory at a path is the one that `up` made."""
+        inode = system.link_inode(path)
+        return inode is not None and self.is_of(inode, system.birth(path))
+
 
 NODE_RECORDS = Durable(NodeRecord)
 
@@ -465,10 +466,9 @@ def root_record(machine: str, which: str, system: System) -> Seen[NodeRecord]:
 def is_others_candidate(machine: str, system: System) -> bool:
     """Return whether somebody else's machine has the name of the machine's candidate by now."""
     path, record = machine_root(candidate_of(machine)), root_record(machine, "next", system)
-    inode = system.link_inode(path)
-    if inode is None or isinstance(record, Broken | Unseen):
-        return False
-    return isinstance(record, Absent) or not record.is_of(inode, system.birth(path))
+    if system.link_inode(path) is None:
+        return system.exists(machine_image(candidate_of(machine)))
+    return isinstance(record, Absent) or (isinstance(record, NodeRecord) and not record.is_at(path, system))
 
 
 def make_record(

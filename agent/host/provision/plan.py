@@ -18,16 +18,7 @@ from agent.host.state.switches import Switch
 from agent.model.errors import AgentError
 from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.model.goal import Step
-from agent.model.node import (
-    AsFound,
-    HostSettings,
-    HostState,
-    Leftover,
-    Network,
-    NodeBinary,
-    NodeFile,
-    NodeImage,
-)
+from agent.model.node import AsFound, HostSettings, HostState, Leftover, Network, NodeBinary, NodeFile, NodeImage
 from agent.model.paths import (
     AS_FOUND,
     MACHINE_ROOTS,

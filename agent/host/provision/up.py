@@ -55,7 +55,7 @@ from agent.model.errors import AgentError, reason
 from agent.model.facts import Absent, Facts
 from agent.model.goal import Grant
 from agent.model.node import Check, Network, NodeBinary, NodeFile, NodeImage
-from agent.model.paths import candidate_of, machine_root, other_root
+from agent.model.paths import candidate_of, machine_image, machine_root, other_root
 from agent.system.copy import refuse_mounts
 from agent.system.files import System
 from agent.system.http import ask
@@ -315,26 +315,25 @@ class Provisioner(Struct, frozen=True):
             )
         if record.made_from_the_same(serves):
             return ()
+        # An earlier attempt may have left one.
         made = root_record(machine, "next", self.system)
-        usable = isinstance(made, NodeRecord) and record.made_from_the_same(made) and self._is_left(machine, made)
+        places = (machine_root(candidate_of(machine)), other_root(machine))
+        usable = (
+            isinstance(made, NodeRecord)
+            and record.made_from_the_same(made)
+            and any(made.is_at(path, self.system) for path in places)
+        )
         files = (*files, joined_kubeconfig(settings))
         return plan_candidate(found, record, binaries, files, settings.image, usable=usable)
-
-    def _is_left(self, machine: str, record: NodeRecord) -> bool:
-        """Return whether an earlier attempt has left the root file system of a record."""
-        return any(self._is_at(path, record) for path in (machine_root(candidate_of(machine)), other_root(machine)))
-
-    def _is_at(self, path: str, record: NodeRecord) -> bool:
-        inode = self.system.link_inode(path)
-        return inode is not None and record.is_of(inode, self.system.birth(path))
 
     def _refuse_foreign_candidate(self, machine: str) -> None:
         """Raise AgentError if the candidate's name belongs to somebody else's machine."""
         candidate, record = candidate_of(machine), root_record(machine, "next", self.system)
-        path = machine_root(candidate)
-        ours = isinstance(record, NodeRecord) and self._is_at(path, record)
-        if candidate in self.config.machines or (self.system.exists(path) and not ours):
-            what = f"the candidate of machine {machine} would be named {candidate}, as another machine is"
+        path, image = machine_root(candidate), machine_image(candidate)
+        ours, has_image = isinstance(record, NodeRecord) and record.is_at(path, self.system), self.system.exists(image)
+        if candidate in self.config.machines or (self.system.exists(path) and not ours) or has_image:
+            other = image if has_image else "another machine"
+            what = f"the candidate of machine {machine} would be named {candidate}, as {other} is"
             raise AgentError(what, "give that machine another name")
 
     def _made_from(

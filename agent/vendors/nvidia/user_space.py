@@ -24,13 +24,7 @@ from agent.model.json_document import parse_json
 from agent.model.text import whole_number
 from agent.system.deadlines import call_device
 from agent.system.files import NOT_FOUND, UNUSABLE, System
-from agent.system.trust import (
-    PathTrust,
-    classify_error,
-    entries_if_present,
-    file_fault,
-    untrusted_component,
-)
+from agent.system.trust import PathTrust, classify_error, entries_if_present, file_fault, untrusted_component
 from agent.vendors.host_vendor import DriverForPods, Sources
 from agent.vendors.nvidia.file_groups import (
     BINARIES,

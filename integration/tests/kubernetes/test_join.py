@@ -146,6 +146,24 @@ def test_the_reboot_of_kured_restarts_only_the_machine(empty_host: EmptyHost) ->
     empty_host.kubectl("delete", "pod", "reboots", "--force", "--grace-period=0")
 
 
+@pytest.mark.exhaustive
+def test_a_clock_that_is_set_back_does_not_delay_the_join(
+    empty_host: EmptyHost, measured: Callable[[str, object], None]
+) -> None:
+    """The kubelet's lease is then older than the machine's boot, by the clock, until the clock has caught up."""
+    run, seconds = empty_host.guest.run, 240
+    joined = ["test", "-s", f"/run/unbounded-agent/machines/{MACHINE}/report/joined"]
+    run(["systemctl", "restart", machine_unit(MACHINE)], timeout=400)
+    run(["date", f"--set=-{seconds} seconds"])
+    before = time.monotonic()
+    try:
+        empty_host.wait("the node has joined", lambda: run(joined, check=False).status == 0)
+        measured("seconds until it has joined", f"{time.monotonic() - before:.0f}")
+        assert time.monotonic() - before < seconds / 2
+    finally:
+        run(["date", f"--set=+{seconds} seconds"])
+
+
 def test_reset_leaves_the_host_as_it_was(empty_host: EmptyHost, found: set[str]) -> None:
     """Files, units, mounts, kernel parameters, and what the pod network left in the host's network namespace."""
     ended = empty_host.guest.run(["unbounded-agent", "reset", MACHINE], timeout=600)

@@ -87,6 +87,29 @@ def test_the_unit_that_reports_the_join_has_limits_and_a_sandbox(tmp_path: Path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_join_is_known_from_the_boot_and_not_from_a_clock(tmp_path: Path, joined: bool) -> None:
+    """The clock of this boot was set back after systemd had started: the lease seemed to be older than the boot."""
+    boot = (
+        Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        if joined
+        else "11111111-2222-3333-4444-555555555555"
+    )
+    node = json.dumps({"kind": "Node", "status": {"nodeInfo": {"bootID": boot}}}, separators=(",", ":"))
+    lease = json.dumps({"spec": {"renewTime": "2001-02-03T04:05:06.000000Z"}}, separators=(",", ":"))
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(f"#!/bin/sh\ncase $* in */nodes/*) echo '{node}' ;; *) echo '{lease}' ;; esac\n")
+    kubectl.chmod(0o755)
+    unit = made()[f"{UNITS}/unbounded-agent-joined.service"].content.decode()
+    (script,) = [line.partition("=/bin/sh -c ")[2] for line in unit.splitlines() if line.startswith("ExecStartPre=")]
+    argv = ["/bin/sh", "-c", script.strip("'").replace("$$", "$").replace("%%", "%")]
+    finished = subprocess.run(
+        argv, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=60
+    )
+    assert (finished.returncode == 0) is joined, finished.stderr
+
+
 def test_only_a_network_of_its_own_needs_an_address_and_forwards() -> None:
     own, shared = made(OWN), made()
     for path, line in {
