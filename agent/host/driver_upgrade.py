@@ -69,6 +69,7 @@ class Phase(StrEnum):
     INSTALLING = "install the new packages and load their modules"
     GOING_BACK = "go back to the old packages"
     STARTING = "start the machines again"
+    ONLY_INSTALLING = "install the new packages: with --next-boot again, or without it, which stops the machines"
     NEXT_BOOT = "load the installed modules at the host's next boot"
 
 
@@ -218,14 +219,16 @@ class Upgrade(Struct):
         with self._alone():
             if not self.resumed:
                 self._prepare(next_boot=next_boot)
-            elif next_boot:
-                raise AgentError(f"{self.record.what} is not finished", f"leave out --next-boot: `{COMMAND}` goes on")
+            elif next_boot and self.record.phase is not Phase.ONLY_INSTALLING:
+                what = f"{self.record.what} is not finished; left to do: {self.record.phase}"
+                raise AgentError(what, f"leave out --next-boot: `{COMMAND}` goes on")
             try:
                 if next_boot:
                     return self._install_for_next_boot()
                 return self._run()
             except KeyboardInterrupt:
-                self.reconciler.progress(f"interrupted; left to do: {self.record.phase}: `{COMMAND}` goes on")
+                again = f"{COMMAND} --next-boot" if next_boot else COMMAND
+                self.reconciler.progress(f"interrupted; left to do: {self.record.phase}: `{again}` goes on")
                 raise
             except (AgentError, OSError):
                 # Such as a full disk, on which nothing can be recorded.
@@ -271,7 +274,7 @@ class Upgrade(Struct):
             raise AgentError(what, "free up space on that file system; nothing was changed")
         # While machines are stopped, nobody should wait for it.
         wait_for_lock(system, progress)
-        self._record(phase=Phase.NEXT_BOOT if next_boot else Phase.STOPPING)
+        self._record(phase=Phase.ONLY_INSTALLING if next_boot else Phase.STOPPING)
 
     def _files(self, directory: str) -> list[str]:
         """Return the files of the new or the old packages."""
@@ -285,7 +288,7 @@ class Upgrade(Struct):
         RECORD.write(DRIVER_UPGRADE, self.record, self.reconciler.system)
 
     def _run(self) -> Ending:
-        if self.record.phase is Phase.NEXT_BOOT:
+        if self.record.phase in (Phase.ONLY_INSTALLING, Phase.NEXT_BOOT):
             # Somebody does not want to wait for the boot, or the boot has not loaded the module.
             self._record(phase=Phase.INSTALLING)
         if self.record.phase is Phase.STOPPING:
@@ -335,11 +338,21 @@ class Upgrade(Struct):
         record = self.record
         try:
             self._install()
-        except AgentError as error:
-            self._put_back()
+        except (AgentError, OSError) as error:
+            self._put_back_after(error)
             forget(self.reconciler.system)
             return Ending(False, (f"driver {record.new} could not be installed, {record.old} is again: {error}",))
+        self._record(phase=Phase.NEXT_BOOT)
         return Ending(True, (f"driver {record.new} is installed; `{COMMAND}` after the host's next boot checks it",))
+
+    def _put_back_after(self, error: Exception) -> None:
+        """Install the old packages again. Raises AgentError, which also says why, if that fails."""
+        try:
+            self._put_back()
+        except (AgentError, OSError) as further:
+            record = self.record
+            what = f"driver {record.new} could not be installed: {error}; {record.old} could not be put back: {further}"
+            raise AgentError(what, f"correct this, then `{COMMAND} --next-boot` goes on") from further
 
     # ---- steps
 

@@ -360,6 +360,46 @@ def test_at_the_next_boot(site: Site, capsys: Capture) -> None:
     assert site.is_finished()
 
 
+@pytest.mark.parametrize("options", ["--next-boot", ""])
+def test_an_installation_for_the_next_boot_goes_on_after_a_kill(site: Site, capsys: Capture, options: str) -> None:
+    """It does not claim that anything is installed, and whoever goes on chooses whether machines stop."""
+    site.driver.run(("systemctl", "stop", UNITS[1]), 1)
+    site.driver.changes.clear()
+
+    def kill(call: int) -> None:
+        if call > len(FETCH):
+            raise Interrupted
+
+    site.driver.before = kill
+    with pytest.raises(Interrupted):
+        site.upgrade("--next-boot")
+    site.driver.before = lambda call: None
+    left = left_to_do(site.host)
+    assert "left to do: install the new packages: with --next-boot again, or" in left
+    site.driver.changes.clear()
+    assert site.upgrade(options) == 0
+    assert f"left to do: {left.partition('to do: ')[2]}" in capsys.readouterr().out
+    if options:
+        assert site.driver.changes == [f"install {NEW}"]
+        assert "load the installed modules at the host's next boot" in left_to_do(site.host)
+        with pytest.raises(AgentError, match="left to do: load the installed modules"):
+            site.upgrade(options)
+    else:
+        assert site.driver.version() == NEW
+        assert site.is_finished()
+
+
+def test_neither_packages_for_the_next_boot_nor_the_old_ones(site: Site) -> None:
+    """Both reasons are told, and the same command tries both again."""
+    site.driver.run(("systemctl", "stop", UNITS[1]), 1)
+    site.driver.fails.update({"apt-get --yes": "no room for the new", "--install": "no room for the old"})
+    with pytest.raises(AgentError, match=r"(?s)no room for the new.*could not be put back.*no room for the old"):
+        site.upgrade("--next-boot")
+    site.driver.fails.clear()
+    assert site.upgrade("--next-boot") == 0
+    assert "load the installed modules" in left_to_do(site.host)
+
+
 def test_packages_for_the_next_boot_that_fail_are_replaced_at_once(site: Site, capsys: Capture) -> None:
     site.driver.run(("systemctl", "stop", UNITS[1]), 1)
     site.driver.fails["apt-get --yes"] = "simulated"
