@@ -7,8 +7,8 @@ starts again what was stopped.
 
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
 
 from msgspec import Struct, field
@@ -23,15 +23,16 @@ from agent.host.state.locks import detach_lock, locked, machine_locks
 from agent.host.state.records import Record
 from agent.host.vendors import HOST_VENDORS, host_vendor
 from agent.model.device import DeviceKind
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Absent, Broken, DeviceNode, Facts, Seen, Unseen, VendorFacts
 from agent.model.paths import DRIVER_PACKAGES, DRIVER_UPGRADE, DRIVER_UPGRADE_LOCK, STATE
 from agent.model.text import counted, first_of
 from agent.system.files import System
-from agent.system.modules import load_module, unload_module, unload_order
+from agent.system.modules import RELEASE, load_module, unload_module, unload_order
 from agent.system.packages import (
     Change,
     available,
+    build_by_dkms,
     contents,
     fetch,
     file_of,
@@ -48,7 +49,7 @@ from agent.system.packages import (
 from agent.system.processes import Holder, find_holders
 from agent.vendors.host_vendor import DriverPackages
 
-NEW, OLD = f"{DRIVER_PACKAGES}/new", f"{DRIVER_PACKAGES}/old"
+NEW, OLD, BUILD = f"{DRIVER_PACKAGES}/new", f"{DRIVER_PACKAGES}/old", f"{DRIVER_PACKAGES}/build"
 COMMAND = "unbounded-agent driver upgrade"
 UNIT = re.compile(r"/(?P<name>[^/]+\.service)(?:/|$)")
 """Matches the unit of a process in its control group's path."""
@@ -158,6 +159,8 @@ class Upgrade(Struct):
         lines += [f"ends it: {each}" for each in self.foreign_holders()]
         if not self.resumed:
             lines.append(f"would download the packages of both versions to {DRIVER_PACKAGES}")
+            if not next_boot and any("dkms" in each.name for each in record.changes):
+                lines.append(f"would build the module in {BUILD}, to see whether it can be built")
         if next_boot:
             return (
                 *lines,
@@ -262,19 +265,50 @@ class Upgrade(Struct):
             raise AgentError(what, f"put them into {OLD}; nothing was changed") from error
         progress(f"download the packages of driver {record.new}")
         fetch({each.name: each.new for each in record.changes}, NEW, system)
-        sizes = {path: size for file in self._files(NEW) for path, size in contents(file, system).items()}
-        found = {posixpath.basename(path) for path in sizes}
+        files = {file: contents(file, system) for file in self._files(NEW)}
+        found = {posixpath.basename(path) for paths in files.values() for path in paths}
         for name in (each.format(record.new) for each in self.packages.files):
             if name not in found:
                 raise AgentError(f"the packages of driver {record.new} do not have {name}", "nothing was changed")
         # Not more than that is copied to the driver root; apt looks for the room for the files themselves.
-        needed, free = sum(sizes.values()) + MARGIN, system.free_bytes(STATE)
+        needed, free = sum(sum(paths.values()) for paths in files.values()) + MARGIN, system.free_bytes(STATE)
         if free < needed:
             what = f"{STATE}: driver {record.new} may need {needed >> 20} MiB, but only {free >> 20} MiB are free"
             raise AgentError(what, "free up space on that file system; nothing was changed")
+        if not next_boot:
+            self._prove_module(files)
         # While machines are stopped, nobody should wait for it.
         wait_for_lock(system, progress)
         self._record(phase=Phase.ONLY_INSTALLING if next_boot else Phase.STOPPING)
+
+    def _prove_module(self, files: Mapping[str, Collection[str]]) -> None:
+        """See to it that the packages' files, given with their contents, have a module for the running kernel.
+
+        Raises AgentError. What DKMS will build is built once before: otherwise, pods would wait for a build that fails.
+        """
+        system, new = self.reconciler.system, self.record.new
+        kernel, end = system.read_text(RELEASE).strip(), f"-{new}/dkms.conf"
+        paths = [path for each in files.values() for path in each]
+        source = next((each for each in paths if each.startswith("/usr/src/") and each.endswith(end)), "")
+        if not source:
+            if not any(f"/lib/modules/{kernel}/" in each for each in paths):
+                what = f"the packages of driver {new} have no module for the running kernel {kernel}"
+                raise AgentError(what, "boot a kernel for which they have one, or use --next-boot; nothing was changed")
+            return
+        if not system.exists(f"/lib/modules/{kernel}/build/include"):
+            what = f"DKMS cannot build the module of driver {new}: the running kernel's headers are missing"
+            raise AgentError(what, f"install the package linux-headers-{kernel}; nothing was changed")
+        # DKMS itself may come with the packages.
+        if system.find_program("dkms"):
+            directory, name = posixpath.dirname(source), source.removeprefix("/usr/src/").removesuffix(end)
+            sources = [file for file, each in files.items() if any(path.startswith(f"{directory}/") for path in each)]
+            self.reconciler.progress(f"build module {name} {new} in {BUILD}, to see whether it can be built: minutes")
+            try:
+                build_by_dkms(name, new, kernel, sources, BUILD, system)
+            except AgentError as error:
+                log = f"{BUILD}/built/{name}/{new}/build/make.log"
+                what = f"the module of driver {new} cannot be built: {error}"
+                raise AgentError(what, f"see {log}; nothing was changed") from error
 
     def _files(self, directory: str) -> list[str]:
         """Return the files of the new or the old packages."""
@@ -401,7 +435,8 @@ class Upgrade(Struct):
         further = {each.name for each in simulate(("install", *files), system).changes}
         if further := further.difference(each.name for each in record.changes):
             raise AgentError(f"apt would now change further packages: {', '.join(sorted(further))}", "try again")
-        progress(f"install driver {record.new}")
+        dkms = ", for which DKMS builds the module again" if any("dkms" in each.name for each in record.changes) else ""
+        progress(f"install driver {record.new}{dkms}")
         install(files, system, progress)
 
     def _free(self) -> None:
@@ -458,10 +493,12 @@ class Upgrade(Struct):
                 self._free()
             except InUseError as error:
                 raise AgentError(error.message) from error
-            on_disk = system.run("modinfo", "--field=version", module, timeout=QUERY_LIMIT).strip()
-            if on_disk != version:
-                what = f"for this kernel, there is {module} {on_disk or 'without a version'}, not {version}"
-                raise AgentError(what, "see `dkms status`")
+            # Debian names the file nvidia-current, and only modprobe follows that: then, what it loads is looked at.
+            with suppress(CommandError):
+                on_disk = system.run("modinfo", "--field=version", module, timeout=QUERY_LIMIT).strip()
+                if on_disk != version:
+                    what = f"for this kernel, there is {module} {on_disk or 'without a version'}, not {version}"
+                    raise AgentError(what, "see `dkms status`")
         self._load_modules()
         found = self.packages.loaded(system)
         if found != version:

@@ -176,6 +176,22 @@ def contents(path: str, system: System) -> dict[str, int]:
     return found
 
 
+def build_by_dkms(
+    module: str, version: str, kernel: str, files: Iterable[str], directory: str, system: System
+) -> None:
+    """Build a module of packages' files in this directory, as their scripts will. Installs nothing. Raises AgentError."""
+    built = f"{directory}/built"
+    system.remove_tree(directory)
+    system.make_directory(built)
+    for file in files:
+        system.run_tool("dpkg-deb", "--extract", file, directory, timeout=FETCH_LIMIT)
+    trees = ("--sourcetree", f"{directory}/usr/src", "--dkmstree", built)
+    # Pods run meanwhile.
+    dkms = ("nice", "dkms", "build", *trees, "-m", module, "-v", version, "-k", kernel)
+    system.run_tool(*dkms, timeout=INSTALL_LIMIT)
+    system.remove_tree(directory)
+
+
 def install(words: Iterable[str], system: System, progress: Callable[[str], None]) -> None:
     """Install packages by `apt-get install`. Raises AgentError."""
     wait_for_lock(system, progress)

@@ -123,6 +123,70 @@ def test_it_refuses_before_it_changes_anything(
     assert not site.host.exists(DRIVER_UPGRADE)
 
 
+KERNEL = "6.12.0"
+DKMS = "src/nvidia-current-{}/dkms.conf"
+
+
+def use_dkms(driver: DriverHost) -> None:
+    """Let the packages have the module's source, and the host what builds it."""
+    driver.module_files = [DKMS, "src/nvidia-current-{}/nvidia.c"]
+    driver.host.make_directory(f"/lib/modules/{KERNEL}/build/include")
+    driver.host.file("/usr/sbin/dkms")
+    (driver.tree / "usr/sbin/dkms").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda it: setattr(it, "module_files", ["lib/modules/6.13.0/nvidia.ko"]), f"no module for .* {KERNEL}"),
+        (lambda it: it.host.remove_tree(f"/lib/modules/{KERNEL}/build"), f"package linux-headers-{KERNEL}"),
+        (
+            lambda it: it.fails.update({"dkms build": "Error! Bad return status for module build"}),
+            f"Bad return status .*see {DRIVER_PACKAGES}/build/built/nvidia-current/{NEW}/build/make.log",
+        ),
+    ],
+)
+def test_no_machine_is_drained_for_a_driver_without_a_module(
+    site: Site, wrong: Callable[[DriverHost], object], words: str
+) -> None:
+    use_dkms(site.driver)
+    wrong(site.driver)
+    with pytest.raises(AgentError, match=words):
+        site.upgrade()
+    assert [each for each in site.driver.changes if not each.startswith("build")] == FETCH
+    assert site.driver.state() == AS_BEFORE
+    assert not site.host.exists(DRIVER_UPGRADE)
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_what_dkms_builds_is_built_once_before(site: Site, is_installed: bool) -> None:
+    """DKMS itself may come with the new packages. Only packages with the module's source are unpacked."""
+    use_dkms(site.driver)
+    if not is_installed:
+        site.host.remove("/usr/sbin/dkms")
+    assert site.upgrade() == 0
+    build = [f"build nvidia-current {NEW} for {KERNEL}"] * is_installed
+    assert site.driver.changes == [*FETCH, *build, *STOP, *UNLOAD, f"install {NEW}", *LOAD, *START]
+    unpacked = [each for each in site.driver.calls if "--extract" in each]
+    assert [f"{MODULES}_{NEW}-1_amd64.deb" in each for each in unpacked] == [True] * is_installed
+    assert site.is_finished()
+
+
+def test_modinfo_need_not_know_the_module(site: Site) -> None:
+    """Debian names the file nvidia-current, and has a line in modprobe.d for it."""
+    site.driver.fails["modinfo"] = "modinfo: ERROR: Module nvidia not found."
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED
+
+
+def test_a_module_of_another_version_is_not_loaded(site: Site, capsys: Capture) -> None:
+    site.driver.other_module = OLD
+    assert site.upgrade() == 1
+    assert f"for this kernel, there is nvidia {OLD}, not {NEW}" in capsys.readouterr().out
+    assert "load nvidia" not in site.driver.changes[: site.driver.changes.index(f"install {OLD} by dpkg")]
+    assert site.driver.state() == AS_BEFORE
+
+
 def test_a_version_is_chosen_and_may_be_older(site: Site) -> None:
     assert site.upgrade() == 0
     assert site.upgrade(f"--to {OLD}") == 0
@@ -142,7 +206,7 @@ def test_a_failure_before_the_installation_only_starts_all_again(site: Site, cap
     assert site.driver.state() == UPGRADED
 
 
-@pytest.mark.parametrize("part", ["apt-get --yes", "modprobe -- nvidia_uvm", "modinfo"])
+@pytest.mark.parametrize("part", ["apt-get --yes", "modprobe -- nvidia_uvm", "modprobe -- nvidia"])
 def test_it_goes_back_if_the_new_driver_is_not_usable(site: Site, capsys: Capture, part: str) -> None:
     site.driver.fails[part] = "simulated"
 

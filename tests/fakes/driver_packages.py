@@ -39,8 +39,12 @@ class DriverHost:
         self.removes: list[str] = []
         """Packages that apt would remove."""
         self.contents = {version: ["libcuda.so.{}", "libnvidia-ml.so.{}"] for version in (OLD, NEW)}
+        self.module_files = [f"lib/modules/{host.read_text('/proc/sys/kernel/osrelease').strip()}/nvidia.ko"]
+        """What the modules' package has in /usr, with `{}` for the version."""
         self.files, self.on_disk = OLD, OLD
         """The versions of the libraries and of the module on disk."""
+        self.other_module = ""
+        """The version of a module that hides the packages' own from modinfo and modprobe."""
         self.unloadable = ""
         """The version whose module does not load."""
         self.fails: dict[str, str] = {}
@@ -88,6 +92,8 @@ class DriverHost:
                 return f"start {unit}"
             case ("env", directory, "apt-get", "download", package):
                 return f"download {package} to {directory.split('/')[-2]}"
+            case ("nice", "dkms", "build", *_, "-m", module, "-v", version, "-k", kernel):
+                return f"build {module} {version} for {kernel}"
             case ("apt-get", "--yes", *_):
                 return f"install {self._versions(argv)}"
             case ("dpkg", *_, "--install", _, _, _):
@@ -134,8 +140,11 @@ class DriverHost:
                 )
             case ("dpkg-deb", "--contents", path):
                 version = self._versions([path])
-                files = [each.format(version) for each in self.contents[version]] if LIBRARIES in path else ["x"]
-                printed = "".join(f"-rw-r--r-- root/root 9 2025-01-01 00:00 ./usr/lib/{each}\n" for each in files)
+                files = [f"lib/{each}" for each in self.contents[version]] if LIBRARIES in path else ["x"]
+                files = self.module_files if MODULES in path else files
+                printed = "".join(
+                    f"-rw-r--r-- root/root 9 2025-01-01 00:00 ./usr/{each.format(version)}\n" for each in files
+                )
             case ("dpkg", *_, "--install", _, _, _) if self.added in self.have:
                 return Completed(1, b"", f"dpkg: {self.added} breaks {LIBRARIES} and is installed\n".encode())
             case ("apt-get", "--yes", *_) | ("dpkg", *_, "--install", _, _, _):
@@ -145,7 +154,7 @@ class DriverHost:
             case ("dpkg", *_, "--pending"):
                 self.have = {name: (version, "installed") for name, (version, _) in self.have.items()}
             case ("modinfo", "--field=version", "nvidia"):
-                printed = f"{self.on_disk}\n"
+                printed = f"{self.other_module or self.on_disk}\n"
             case ("rmmod", module):
                 return self._rmmod(module)
             case ("modprobe", "--", _) if self.on_disk == self.unloadable:
@@ -157,7 +166,7 @@ class DriverHost:
                 self._hold()
             case ("kubectl", _, "get", *_):
                 printed = "" if self.drained else "true"
-            case ("kubectl", *_):
+            case ("kubectl" | "nice", *_) | ("dpkg-deb", "--extract", *_):
                 pass
             case _:
                 return self._on_host(argv, timeout)
