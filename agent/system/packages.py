@@ -176,10 +176,8 @@ def contents(path: str, system: System) -> dict[str, int]:
     return found
 
 
-def build_by_dkms(
-    module: str, version: str, kernel: str, files: Iterable[str], directory: str, system: System
-) -> None:
-    """Build a module of packages' files in this directory, as their scripts will. Installs nothing. Raises AgentError."""
+def build_by_dkms(module: str, version: str, kernel: str, files: Iterable[str], directory: str, system: System) -> None:
+    """Build a module of packages' files in this directory, as their scripts will. Raises AgentError."""
     built = f"{directory}/built"
     system.remove_tree(directory)
     system.make_directory(built)
