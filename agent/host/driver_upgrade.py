@@ -31,6 +31,8 @@ from agent.system.files import System
 from agent.system.modules import RELEASE, load_module, unload_module, unload_order
 from agent.system.packages import (
     Change,
+    Changes,
+    Package,
     available,
     build_by_dkms,
     contents,
@@ -53,6 +55,10 @@ NEW, OLD, BUILD = f"{DRIVER_PACKAGES}/new", f"{DRIVER_PACKAGES}/old", f"{DRIVER_
 COMMAND = "unbounded-agent driver upgrade"
 UNIT = re.compile(r"/(?P<name>[^/]+\.service)(?:/|$)")
 """Matches the unit of a process in its control group's path."""
+BRANCH = re.compile(r"(?<=-)[0-9]{3}(?=-|:|$)")
+"""Matches the driver's branch in the name of a package, such as nvidia-utils-570-server."""
+KERNEL = re.compile(r"-[0-9]+\.[0-9]+\.[0-9]+-")
+"""Matches a kernel's version in the name of a package."""
 MODULE_LIMIT = 120.0
 """Seconds to load or unload a module. A host with 16 GPUs probes them one after another."""
 UNIT_LIMIT = 120.0
@@ -264,7 +270,7 @@ class Upgrade(Struct):
             what = f"the packages of driver {record.old} cannot be had, so there would be no way back: {error}"
             raise AgentError(what, f"put them into {OLD}; nothing was changed") from error
         progress(f"download the packages of driver {record.new}")
-        fetch({each.name: each.new for each in record.changes}, NEW, system)
+        fetch({each.name: each.new for each in record.changes if each.new}, NEW, system)
         files = {file: contents(file, system) for file in self._files(NEW)}
         found = {posixpath.basename(path) for paths in files.values() for path in paths}
         for name in (each.format(record.new) for each in self.packages.files):
@@ -410,8 +416,9 @@ class Upgrade(Struct):
 
     def _are_installed(self, *, new: bool) -> bool:
         have = installed(self.reconciler.system)
-        wanted = {each.name: each.new if new else each.old for each in self.record.changes if new or each.old}
-        if not new and any(name in have for name in self._added()):
+        versions = {each.name: each.new if new else each.old for each in self.record.changes}
+        wanted = {name: version for name, version in versions.items() if version}
+        if any(name in have for name in versions.keys() - wanted.keys()):
             return False
         return all(name in have and have[name].complete and have[name].version == wanted[name] for name in wanted)
 
@@ -432,12 +439,14 @@ class Upgrade(Struct):
             progress("finish what dpkg was interrupted in")
             finish_installation(system, progress)
         files = self._files(NEW)
-        further = {each.name for each in simulate(("install", *files), system).changes}
-        if further := further.difference(each.name for each in record.changes):
+        would = simulate(("install", *files), system)
+        gone = {each.name for each in record.changes if each.new is None}
+        further = {each.name for each in would.changes}.difference(each.name for each in record.changes)
+        if further := further | {*would.removed} - gone:
             raise AgentError(f"apt would now change further packages: {', '.join(sorted(further))}", "try again")
         dkms = ", for which DKMS builds the module again" if any("dkms" in each.name for each in record.changes) else ""
         progress(f"install driver {record.new}{dkms}")
-        install(files, system, progress)
+        install(files, system, progress, removes=bool(gone))
 
     def _free(self) -> None:
         """Stop what uses the driver, and unload its modules. Raises InUseError."""
@@ -600,28 +609,73 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
         raise AgentError(
             f"apt keeps the versions of {names}", f"run `apt-mark unhold {names}`, and hold them afterwards"
         )
-    words: list[str] = ["install", "--only-upgrade", *own]
+    words, replaced = ["install", "--only-upgrade", *own], dict[str, str]()
     if to:
         versions = available(own, to, system)
         if not versions:
-            raise AgentError(
-                f"no package source has the driver's packages in {to}", "run `apt update`, or correct --to"
-            )
+            replaced = _other_names(have, own, old, to)
+            versions = _of_other_branch(replaced, to, system)
         words = ["install", *(f"{name}={version}" for name, version in versions.items())]
     would = simulate(words, system)
-    if would.removed:
-        raise AgentError(f"apt would remove {first_of(would.removed)}", f"see `apt-get --simulate {' '.join(words)}`")
-    versions_after = {upstream(each.new) for each in would.changes if each.name in own} - {old}
-    if not versions_after:
+    # What has the whole version in its name has no successor of the same name.
+    goes = {*replaced, *(name for name in own if replaced and old in name)}
+    if removed := [name for name in would.removed if name not in goes]:
+        raise AgentError(f"apt would remove {first_of(removed)}", f"see `apt-get --simulate {' '.join(words)}`")
+    gone = tuple(Change(name, have[name].version, None) for name in would.removed)
+    new = to if replaced else _new_version(own, old, would)
+    if not new:
         return f"driver {old}: there is nothing to upgrade (`apt update` reads the package sources again)"
-    if len(versions_after) > 1:
-        raise AgentError(f"apt would mix driver {' and '.join(sorted(versions_after))}", "choose one with --to")
-    (new,) = versions_after
-    stays = tuple(sorted(own.keys() - {each.name for each in would.changes}))
+    changes = tuple(sorted((*would.changes, *gone), key=lambda each: each.name))
+    stays = tuple(sorted(own.keys() - {each.name for each in changes}))
     if strict := [each for each in stays if each.startswith(packages.strict_packages)]:
         raise AgentError(f"no package source has {strict[0]} in {new}, and it only works with a module of its version")
     modules = unload_order(packages.module, system)
-    return DriverUpgrade(vendor.vendor, old, new, would.changes, Phase.STOPPING, modules=modules), stays
+    return DriverUpgrade(vendor.vendor, old, new, changes, Phase.STOPPING, modules=modules), stays
+
+
+def _new_version(own: Mapping[str, Package], old: str, would: Changes) -> str:
+    """Return the driver's version after these changes; empty if none changes it. Raises AgentError if it is unclear."""
+    names = {BRANCH.sub("*", name) for name in own}
+    # Ubuntu ends a branch by packages that are empty, and need those of the next branch.
+    successors = {
+        upstream(each.new)
+        for each in would.changes
+        if each.new and not each.old and BRANCH.sub("*", each.name) in names
+    }
+    if successors:
+        (first, *_) = sorted(successors)
+        raise AgentError(f"apt would replace the packages of driver {old} by those of {first}", f"use --to {first}")
+    versions = {upstream(each.new) for each in would.changes if each.new and each.name in own} - {old}
+    if len(versions) > 1:
+        raise AgentError(f"apt would mix driver {' and '.join(sorted(versions))}", "choose one with --to")
+    return next(iter(versions), "")
+
+
+def _other_names(have: Collection[str], own: Collection[str], old: str, to: str) -> dict[str, str]:
+    """Return what the packages with the branch of the old version in their names are called in that of `to`."""
+    branch, new = (each.partition(".")[0] for each in (old, to))
+    found = dict[str, str]()
+    for name in have:
+        # Also linux-modules-nvidia-570-generic, which has the kernel's version.
+        if (name in own or "nvidia" in name) and old not in name:
+            other = BRANCH.sub(lambda match: new if match[0] == branch else match[0], name)
+            found |= {name: other} if other != name else {}
+    return found
+
+
+def _of_other_branch(replaced: Mapping[str, str], to: str, system: System) -> dict[str, str]:
+    """Return the package versions of another branch, by the new names. Raises AgentError if a package has none."""
+    names = sorted(replaced.values())
+    found = available(names, to, system) if names else {}
+    if not found:
+        what = f"no package source has the driver's packages in {to}"
+        raise AgentError(what, "run `apt update`, or correct --to")
+    of_kernels = [name for name in names if name.startswith("linux-")]
+    found |= available(of_kernels, None, system) if of_kernels else {}
+    # Those of other kernels than the running one may go.
+    if missing := [name for name in names if name not in found and not KERNEL.search(name)]:
+        raise AgentError(f"no package source has {first_of(missing)} in {to}", "install that version with apt")
+    return found
 
 
 def _driver(facts: Facts) -> tuple[VendorFacts, DriverPackages, str]:

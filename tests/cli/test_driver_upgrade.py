@@ -123,6 +123,73 @@ def test_it_refuses_before_it_changes_anything(
     assert not site.host.exists(DRIVER_UPGRADE)
 
 
+BRANCHES = [f"download {each}-550={OLD}-1 to old" for each in ("libcuda1", "nvidia-fabricmanager", MODULES)]
+BRANCHES += [f"download {each}-580={NEW}-1 to new" for each in ("libcuda1", "nvidia-fabricmanager", MODULES)]
+
+
+def test_another_branch_has_other_names(site: Site, capsys: Capture) -> None:
+    """Ubuntu's names have the branch. apt removes the old packages."""
+    site.driver.branched = True
+    assert site.upgrade(f"--to {NEW}") == 0
+    shown = capsys.readouterr().out
+    assert f"libcuda1-550 {OLD}-1 -> (removed), libcuda1-580 (new) -> {NEW}-1" in shown
+    assert site.driver.changes == [*BRANCHES, *STOP, *UNLOAD, f"install {NEW}", *LOAD, *START]
+    assert "--no-remove" not in next(each for each in site.driver.calls if each.startswith("apt-get --yes"))
+    assert site.driver.state() == UPGRADED
+    assert site.is_finished()
+
+
+def test_the_way_back_leads_to_the_old_branch(site: Site) -> None:
+    site.driver.branched, site.driver.unloadable = True, NEW
+    assert site.upgrade(f"--to {NEW}") == 1
+    back = [f"install {NEW}", "load nvidia", "remove what is new", f"install {OLD} by dpkg", *LOAD, *START]
+    assert site.driver.changes == [*BRANCHES, *STOP, *UNLOAD, *back]
+    assert site.driver.state() == AS_BEFORE
+    assert site.is_finished()
+
+
+def test_the_branch_that_follows_an_ended_one_is_named(site: Site) -> None:
+    """By then, Ubuntu's packages of 570 are empty, and need those of 580."""
+    site.driver.branched = site.driver.ends_branch = True
+    with pytest.raises(AgentError, match=rf"replace the packages of driver {OLD} by those of {NEW} \(use --to {NEW}\)"):
+        site.upgrade()
+    assert site.driver.changes == []
+
+
+@pytest.mark.parametrize("killed", range(len([*BRANCHES, *STOP, *UNLOAD]) + 1, len([*BRANCHES, *STOP, *UNLOAD]) + 3))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_upgrade_to_another_branch_goes_on_after_a_kill(site: Site, killed: int, when: str) -> None:
+    def kill(call: int) -> None:
+        if call == killed:
+            raise Interrupted
+
+    site.driver.branched = True
+    setattr(site.driver, when, kill)
+    with pytest.raises(Interrupted):
+        site.upgrade(f"--to {NEW}")
+    site.driver.before = site.driver.after = lambda call: None
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED
+    assert site.is_finished()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda it: it.sources[NEW].remove(DAEMON), f"no package source has nvidia-fabricmanager-580 in {NEW}"),
+        (lambda it: it.sources.pop(NEW), f"no package source has the driver's packages in {NEW}"),
+        (lambda it: it.removes.append("cuda"), "apt would remove cuda"),
+    ],
+)
+def test_an_incomplete_branch_is_refused(site: Site, wrong: Callable[[DriverHost], object], words: str) -> None:
+    site.driver.branched = True
+    wrong(site.driver)
+    with pytest.raises(AgentError, match=words):
+        site.upgrade(f"--to {NEW}")
+    assert site.driver.changes == []
+    assert site.driver.state() == AS_BEFORE
+
+
 KERNEL = "6.12.0"
 DKMS = "src/nvidia-current-{}/dkms.conf"
 

@@ -35,6 +35,10 @@ class DriverHost:
         """Which packages the package sources have, by version."""
         self.added = ""
         """A package that only the new driver needs, and that breaks the old one."""
+        self.branched = False
+        """Whether the names of packages have the driver's branch, as Ubuntu's: two branches are in conflict."""
+        self.ends_branch = False
+        """Whether the new packages of a branch only need those of the next branch."""
         self.held: set[str] = set()
         self.removes: list[str] = []
         """Packages that apt would remove."""
@@ -100,6 +104,8 @@ class DriverHost:
                 return f"install {self._versions(argv)} by dpkg"
             case ("dpkg", *_, "--pending"):
                 return "configure"
+            case ("dpkg", *_, "--remove", _, _, _):
+                return "remove what is new"
             case ("dpkg", *_, "--remove", package):
                 return f"remove {package}"
             case ("kubectl", _, "drain" | "uncordon" | "cordon" as verb, *_):
@@ -118,22 +124,24 @@ class DriverHost:
             case ("dpkg", "--print-architecture"):
                 printed = "amd64\n"
             case ("dpkg-query", "--show", _):
-                printed = OTHERS + "".join(
-                    f"{name}\tamd64\t{version}-1\t{version}\t{status}\t{WANT[name in self.held]}\n"
+                lines = (
+                    (self._called(name, version), "amd64", f"{version}-1", version, status, WANT[name in self.held])
                     for name, (version, status) in self.have.items()
                 )
+                printed = OTHERS + "".join("\t".join(each) + "\n" for each in lines)
             case ("apt-cache", "madison", *names):
                 printed = "".join(
                     f"{name} | {version}-1 | http://deb.debian.org/debian trixie/non-free amd64 Packages\n"
                     for name in names
                     for version in sorted(self.sources, reverse=True)
-                    if name in self.sources[version]
+                    if name in {self._called(each, version) for each in self.sources[version]}
                 )
             case ("apt-get", "--simulate", _, "install", *words):
                 printed = self._simulate(words)
             case ("env", directory, "apt-get", "download", package):
                 name, _, version = package.partition("=")
-                if name not in self.sources.get(version.removesuffix("-1"), ()):
+                known = self.sources.get(version.removesuffix("-1"), ())
+                if name not in {self._called(each, version) for each in known}:
                     return Completed(100, b"", f"E: Version '{version}' for '{name}' was not found\n".encode())
                 self.host.file(
                     f"{directory.removeprefix('--chdir=').removeprefix(self.host.root)}/{name}_{version}_amd64.deb"
@@ -149,6 +157,8 @@ class DriverHost:
                 return Completed(1, b"", f"dpkg: {self.added} breaks {LIBRARIES} and is installed\n".encode())
             case ("apt-get", "--yes", *_) | ("dpkg", *_, "--install", _, _, _):
                 self._install(self._versions(argv))
+            case ("dpkg", *_, "--remove", _, _, _):
+                self.have.clear()
             case ("dpkg", *_, "--remove", package):
                 self.have.pop(package, None)
             case ("dpkg", *_, "--pending"):
@@ -180,7 +190,24 @@ class DriverHost:
             self.host.bus.unit(unit, "active" if active else "inactive")
         return done
 
+    def _called(self, name: str, version: str) -> str:
+        return f"{name.removesuffix('-550')}-{version.partition('.')[0]}" if self.branched else name
+
+    def _simulate_other_branch(self, words: Sequence[str]) -> str:
+        """Return what apt prints for packages by version or file: those of the other branch go."""
+        old = {self._called(name, version): version for name, (version, _) in self.have.items()}
+        names = {posixpath.basename(word).replace("=", "_").split("_")[0] for word in words}
+        new = next((version for version in self.sources if any(version in word for word in words)), OLD)
+        gone = [f"Remv {name} [{version}-1]\n" for name, version in old.items() if name not in names]
+        if self.ends_branch:
+            added = [f"Inst {name} [{OLD}-1] (550.200.01-1 localhost [amd64])\n" for name in old]
+            return "".join([*added, f"Inst libcuda1-580 ({NEW}-1 localhost [amd64])\n"])
+        added = [f"Inst {name} ({new}-1 localhost [amd64])\n" for name in names if name not in old]
+        return "".join((gone if added else []) + added + [f"Remv {name} [1]\n" for name in self.removes])
+
     def _simulate(self, words: Sequence[str]) -> str:
+        if self.branched:
+            return self._simulate_other_branch(words)
         exact = {word.partition("=")[0]: word.partition("=")[2].removesuffix("-1") for word in words if "=" in word}
         if any(word.endswith(".deb") for word in words):
             exact = {posixpath.basename(word).split("_")[0]: self._versions([word]) for word in words}
@@ -203,7 +230,7 @@ class DriverHost:
     def _install(self, version: str) -> None:
         if self.added and version == NEW:
             self.have[self.added] = (NEW, "installed")
-        for name in self.have:
+        for name in self.have or (LIBRARIES, MODULES, DAEMON):
             if name in self.sources.get(version, ()):
                 self.have[name] = (version, "installed")
         if self.files != version:
