@@ -613,7 +613,7 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
     if to:
         versions = available(own, to, system)
         if not versions:
-            replaced = _other_names(have, own, old, to)
+            replaced = _other_names(have, own, old, to, vendor.vendor)
             versions = _of_other_branch(replaced, to, system)
         words = ["install", *(f"{name}={version}" for name, version in versions.items())]
     would = simulate(words, system)
@@ -651,13 +651,13 @@ def _new_version(own: Mapping[str, Package], old: str, would: Changes) -> str:
     return next(iter(versions), "")
 
 
-def _other_names(have: Collection[str], own: Collection[str], old: str, to: str) -> dict[str, str]:
+def _other_names(have: Collection[str], own: Collection[str], old: str, to: str, vendor: str) -> dict[str, str]:
     """Return what the packages with the branch of the old version in their names are called in that of `to`."""
     branch, new = (each.partition(".")[0] for each in (old, to))
     found = dict[str, str]()
     for name in have:
         # Also linux-modules-nvidia-570-generic, which has the kernel's version.
-        if (name in own or "nvidia" in name) and old not in name:
+        if (name in own or vendor in name) and old not in name:
             other = BRANCH.sub(lambda match: new if match[0] == branch else match[0], name)
             found |= {name: other} if other != name else {}
     return found
