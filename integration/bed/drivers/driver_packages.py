@@ -27,7 +27,7 @@ DAEMON = "nvidia-fabricmanager.service"
 REPOSITORY_DIRECTORY = "/root/packages"
 APT = ("apt", "debian-archive-keyring", "libapt-pkg7.0", "liblz4-1", "libxxhash0", "sqv")
 """apt, and those of its dependencies that the host does not have."""
-DKMS = ("dkms", "gcc", "make")
+DKMS = ("dkms", "gcc", "make", "pahole")
 """What builds modules, apart from kernel headers."""
 HEADERS = "made-up-headers"
 CONTROL = """\
