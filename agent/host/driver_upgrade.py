@@ -7,8 +7,8 @@ starts again what was stopped.
 
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
 
 from msgspec import Struct, field
@@ -23,15 +23,18 @@ from agent.host.state.locks import detach_lock, locked, machine_locks
 from agent.host.state.records import Record
 from agent.host.vendors import HOST_VENDORS, host_vendor
 from agent.model.device import DeviceKind
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, CommandError
 from agent.model.facts import Absent, Broken, DeviceNode, Facts, Seen, Unseen, VendorFacts
 from agent.model.paths import DRIVER_PACKAGES, DRIVER_UPGRADE, DRIVER_UPGRADE_LOCK, STATE
 from agent.model.text import counted, first_of
 from agent.system.files import System
-from agent.system.modules import load_module, unload_module, unload_order
+from agent.system.modules import RELEASE, load_module, unload_module, unload_order
 from agent.system.packages import (
     Change,
+    Changes,
+    Package,
     available,
+    build_by_dkms,
     contents,
     fetch,
     file_of,
@@ -48,10 +51,14 @@ from agent.system.packages import (
 from agent.system.processes import Holder, find_holders
 from agent.vendors.host_vendor import DriverPackages
 
-NEW, OLD = f"{DRIVER_PACKAGES}/new", f"{DRIVER_PACKAGES}/old"
+NEW, OLD, BUILD = f"{DRIVER_PACKAGES}/new", f"{DRIVER_PACKAGES}/old", f"{DRIVER_PACKAGES}/build"
 COMMAND = "unbounded-agent driver upgrade"
 UNIT = re.compile(r"/(?P<name>[^/]+\.service)(?:/|$)")
 """Matches the unit of a process in its control group's path."""
+BRANCH = re.compile(r"(?<=-)[0-9]{3}(?=-|:|$)")
+"""Matches the driver's branch in the name of a package, such as nvidia-utils-570-server."""
+KERNEL = re.compile(r"-[0-9]+\.[0-9]+\.[0-9]+-")
+"""Matches a kernel's version in the name of a package."""
 MODULE_LIMIT = 120.0
 """Seconds to load or unload a module. A host with 16 GPUs probes them one after another."""
 UNIT_LIMIT = 120.0
@@ -69,6 +76,7 @@ class Phase(StrEnum):
     INSTALLING = "install the new packages and load their modules"
     GOING_BACK = "go back to the old packages"
     STARTING = "start the machines again"
+    ONLY_INSTALLING = "install the new packages: with --next-boot again, or without it, which stops the machines"
     NEXT_BOOT = "load the installed modules at the host's next boot"
 
 
@@ -157,6 +165,8 @@ class Upgrade(Struct):
         lines += [f"ends it: {each}" for each in self.foreign_holders()]
         if not self.resumed:
             lines.append(f"would download the packages of both versions to {DRIVER_PACKAGES}")
+            if not next_boot and any("dkms" in each.name for each in record.changes):
+                lines.append(f"would build the module in {BUILD}, to see whether it can be built")
         if next_boot:
             return (
                 *lines,
@@ -218,14 +228,16 @@ class Upgrade(Struct):
         with self._alone():
             if not self.resumed:
                 self._prepare(next_boot=next_boot)
-            elif next_boot:
-                raise AgentError(f"{self.record.what} is not finished", f"leave out --next-boot: `{COMMAND}` goes on")
+            elif next_boot and self.record.phase is not Phase.ONLY_INSTALLING:
+                what = f"{self.record.what} is not finished; left to do: {self.record.phase}"
+                raise AgentError(what, f"leave out --next-boot: `{COMMAND}` goes on")
             try:
                 if next_boot:
                     return self._install_for_next_boot()
                 return self._run()
             except KeyboardInterrupt:
-                self.reconciler.progress(f"interrupted; left to do: {self.record.phase}: `{COMMAND}` goes on")
+                again = f"{COMMAND} --next-boot" if next_boot else COMMAND
+                self.reconciler.progress(f"interrupted; left to do: {self.record.phase}: `{again}` goes on")
                 raise
             except (AgentError, OSError):
                 # Such as a full disk, on which nothing can be recorded.
@@ -258,20 +270,51 @@ class Upgrade(Struct):
             what = f"the packages of driver {record.old} cannot be had, so there would be no way back: {error}"
             raise AgentError(what, f"put them into {OLD}; nothing was changed") from error
         progress(f"download the packages of driver {record.new}")
-        fetch({each.name: each.new for each in record.changes}, NEW, system)
-        sizes = {path: size for file in self._files(NEW) for path, size in contents(file, system).items()}
-        found = {posixpath.basename(path) for path in sizes}
+        fetch({each.name: each.new for each in record.changes if each.new}, NEW, system)
+        files = {file: contents(file, system) for file in self._files(NEW)}
+        found = {posixpath.basename(path) for paths in files.values() for path in paths}
         for name in (each.format(record.new) for each in self.packages.files):
             if name not in found:
                 raise AgentError(f"the packages of driver {record.new} do not have {name}", "nothing was changed")
         # Not more than that is copied to the driver root; apt looks for the room for the files themselves.
-        needed, free = sum(sizes.values()) + MARGIN, system.free_bytes(STATE)
+        needed, free = sum(sum(paths.values()) for paths in files.values()) + MARGIN, system.free_bytes(STATE)
         if free < needed:
             what = f"{STATE}: driver {record.new} may need {needed >> 20} MiB, but only {free >> 20} MiB are free"
             raise AgentError(what, "free up space on that file system; nothing was changed")
+        if not next_boot:
+            self._prove_module(files)
         # While machines are stopped, nobody should wait for it.
         wait_for_lock(system, progress)
-        self._record(phase=Phase.NEXT_BOOT if next_boot else Phase.STOPPING)
+        self._record(phase=Phase.ONLY_INSTALLING if next_boot else Phase.STOPPING)
+
+    def _prove_module(self, files: Mapping[str, Collection[str]]) -> None:
+        """See to it that the packages' files, given with their contents, have a module for the running kernel.
+
+        Raises AgentError. What DKMS will build is built once before: otherwise, pods would wait for a build that fails.
+        """
+        system, new = self.reconciler.system, self.record.new
+        kernel, end = system.read_text(RELEASE).strip(), f"-{new}/dkms.conf"
+        paths = [path for each in files.values() for path in each]
+        source = next((each for each in paths if each.startswith("/usr/src/") and each.endswith(end)), "")
+        if not source:
+            if not any(f"/lib/modules/{kernel}/" in each for each in paths):
+                what = f"the packages of driver {new} have no module for the running kernel {kernel}"
+                raise AgentError(what, "boot a kernel for which they have one, or use --next-boot; nothing was changed")
+            return
+        if not system.exists(f"/lib/modules/{kernel}/build/include"):
+            what = f"DKMS cannot build the module of driver {new}: the running kernel's headers are missing"
+            raise AgentError(what, f"install the package linux-headers-{kernel}; nothing was changed")
+        # DKMS itself may come with the packages.
+        if system.find_program("dkms"):
+            directory, name = posixpath.dirname(source), source.removeprefix("/usr/src/").removesuffix(end)
+            sources = [file for file, each in files.items() if any(path.startswith(f"{directory}/") for path in each)]
+            self.reconciler.progress(f"build module {name} {new} in {BUILD}, to see whether it can be built: minutes")
+            try:
+                build_by_dkms(name, new, kernel, sources, BUILD, system)
+            except AgentError as error:
+                log = f"{BUILD}/built/{name}/{new}/build/make.log"
+                what = f"the module of driver {new} cannot be built: {error}"
+                raise AgentError(what, f"see {log}; nothing was changed") from error
 
     def _files(self, directory: str) -> list[str]:
         """Return the files of the new or the old packages."""
@@ -285,7 +328,7 @@ class Upgrade(Struct):
         RECORD.write(DRIVER_UPGRADE, self.record, self.reconciler.system)
 
     def _run(self) -> Ending:
-        if self.record.phase is Phase.NEXT_BOOT:
+        if self.record.phase in (Phase.ONLY_INSTALLING, Phase.NEXT_BOOT):
             # Somebody does not want to wait for the boot, or the boot has not loaded the module.
             self._record(phase=Phase.INSTALLING)
         if self.record.phase is Phase.STOPPING:
@@ -335,11 +378,21 @@ class Upgrade(Struct):
         record = self.record
         try:
             self._install()
-        except AgentError as error:
-            self._put_back()
+        except (AgentError, OSError) as error:
+            self._put_back_after(error)
             forget(self.reconciler.system)
             return Ending(False, (f"driver {record.new} could not be installed, {record.old} is again: {error}",))
+        self._record(phase=Phase.NEXT_BOOT)
         return Ending(True, (f"driver {record.new} is installed; `{COMMAND}` after the host's next boot checks it",))
+
+    def _put_back_after(self, error: Exception) -> None:
+        """Install the old packages again. Raises AgentError, which also says why, if that fails."""
+        try:
+            self._put_back()
+        except (AgentError, OSError) as further:
+            record = self.record
+            what = f"driver {record.new} could not be installed: {error}; {record.old} could not be put back: {further}"
+            raise AgentError(what, f"correct this, then `{COMMAND} --next-boot` goes on") from further
 
     # ---- steps
 
@@ -363,8 +416,9 @@ class Upgrade(Struct):
 
     def _are_installed(self, *, new: bool) -> bool:
         have = installed(self.reconciler.system)
-        wanted = {each.name: each.new if new else each.old for each in self.record.changes if new or each.old}
-        if not new and any(name in have for name in self._added()):
+        versions = {each.name: each.new if new else each.old for each in self.record.changes}
+        wanted = {name: version for name, version in versions.items() if version}
+        if any(name in have for name in versions.keys() - wanted.keys()):
             return False
         return all(name in have and have[name].complete and have[name].version == wanted[name] for name in wanted)
 
@@ -385,11 +439,14 @@ class Upgrade(Struct):
             progress("finish what dpkg was interrupted in")
             finish_installation(system, progress)
         files = self._files(NEW)
-        further = {each.name for each in simulate(("install", *files), system).changes}
-        if further := further.difference(each.name for each in record.changes):
+        would = simulate(("install", *files), system)
+        gone = {each.name for each in record.changes if each.new is None}
+        further = {each.name for each in would.changes}.difference(each.name for each in record.changes)
+        if further := further | {*would.removed} - gone:
             raise AgentError(f"apt would now change further packages: {', '.join(sorted(further))}", "try again")
-        progress(f"install driver {record.new}")
-        install(files, system, progress)
+        dkms = ", for which DKMS builds the module again" if any("dkms" in each.name for each in record.changes) else ""
+        progress(f"install driver {record.new}{dkms}")
+        install(files, system, progress, removes=bool(gone))
 
     def _free(self) -> None:
         """Stop what uses the driver, and unload its modules. Raises InUseError."""
@@ -445,10 +502,12 @@ class Upgrade(Struct):
                 self._free()
             except InUseError as error:
                 raise AgentError(error.message) from error
-            on_disk = system.run("modinfo", "--field=version", module, timeout=QUERY_LIMIT).strip()
-            if on_disk != version:
-                what = f"for this kernel, there is {module} {on_disk or 'without a version'}, not {version}"
-                raise AgentError(what, "see `dkms status`")
+            # Debian names the file nvidia-current, and only modprobe follows that: then, what it loads is looked at.
+            with suppress(CommandError):
+                on_disk = system.run("modinfo", "--field=version", module, timeout=QUERY_LIMIT).strip()
+                if on_disk != version:
+                    what = f"for this kernel, there is {module} {on_disk or 'without a version'}, not {version}"
+                    raise AgentError(what, "see `dkms status`")
         self._load_modules()
         found = self.packages.loaded(system)
         if found != version:
@@ -550,28 +609,73 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
         raise AgentError(
             f"apt keeps the versions of {names}", f"run `apt-mark unhold {names}`, and hold them afterwards"
         )
-    words: list[str] = ["install", "--only-upgrade", *own]
+    words, replaced = ["install", "--only-upgrade", *own], dict[str, str]()
     if to:
         versions = available(own, to, system)
         if not versions:
-            raise AgentError(
-                f"no package source has the driver's packages in {to}", "run `apt update`, or correct --to"
-            )
+            replaced = _other_names(have, own, old, to, vendor.vendor)
+            versions = _of_other_branch(replaced, to, system)
         words = ["install", *(f"{name}={version}" for name, version in versions.items())]
     would = simulate(words, system)
-    if would.removed:
-        raise AgentError(f"apt would remove {first_of(would.removed)}", f"see `apt-get --simulate {' '.join(words)}`")
-    versions_after = {upstream(each.new) for each in would.changes if each.name in own} - {old}
-    if not versions_after:
+    # What has the whole version in its name has no successor of the same name.
+    goes = {*replaced, *(name for name in own if replaced and old in name)}
+    if removed := [name for name in would.removed if name not in goes]:
+        raise AgentError(f"apt would remove {first_of(removed)}", f"see `apt-get --simulate {' '.join(words)}`")
+    gone = tuple(Change(name, have[name].version, None) for name in would.removed)
+    new = to if replaced else _new_version(own, old, would)
+    if not new:
         return f"driver {old}: there is nothing to upgrade (`apt update` reads the package sources again)"
-    if len(versions_after) > 1:
-        raise AgentError(f"apt would mix driver {' and '.join(sorted(versions_after))}", "choose one with --to")
-    (new,) = versions_after
-    stays = tuple(sorted(own.keys() - {each.name for each in would.changes}))
+    changes = tuple(sorted((*would.changes, *gone), key=lambda each: each.name))
+    stays = tuple(sorted(own.keys() - {each.name for each in changes}))
     if strict := [each for each in stays if each.startswith(packages.strict_packages)]:
         raise AgentError(f"no package source has {strict[0]} in {new}, and it only works with a module of its version")
     modules = unload_order(packages.module, system)
-    return DriverUpgrade(vendor.vendor, old, new, would.changes, Phase.STOPPING, modules=modules), stays
+    return DriverUpgrade(vendor.vendor, old, new, changes, Phase.STOPPING, modules=modules), stays
+
+
+def _new_version(own: Mapping[str, Package], old: str, would: Changes) -> str:
+    """Return the driver's version after these changes; empty if none changes it. Raises AgentError if it is unclear."""
+    names = {BRANCH.sub("*", name) for name in own}
+    # Ubuntu ends a branch by packages that are empty, and need those of the next branch.
+    successors = {
+        upstream(each.new)
+        for each in would.changes
+        if each.new and not each.old and BRANCH.sub("*", each.name) in names
+    }
+    if successors:
+        (first, *_) = sorted(successors)
+        raise AgentError(f"apt would replace the packages of driver {old} by those of {first}", f"use --to {first}")
+    versions = {upstream(each.new) for each in would.changes if each.new and each.name in own} - {old}
+    if len(versions) > 1:
+        raise AgentError(f"apt would mix driver {' and '.join(sorted(versions))}", "choose one with --to")
+    return next(iter(versions), "")
+
+
+def _other_names(have: Collection[str], own: Collection[str], old: str, to: str, vendor: str) -> dict[str, str]:
+    """Return what the packages with the branch of the old version in their names are called in that of `to`."""
+    branch, new = (each.partition(".")[0] for each in (old, to))
+    found = dict[str, str]()
+    for name in have:
+        # Also linux-modules-nvidia-570-generic, which has the kernel's version.
+        if (name in own or vendor in name) and old not in name:
+            other = BRANCH.sub(lambda match: new if match[0] == branch else match[0], name)
+            found |= {name: other} if other != name else {}
+    return found
+
+
+def _of_other_branch(replaced: Mapping[str, str], to: str, system: System) -> dict[str, str]:
+    """Return the package versions of another branch, by the new names. Raises AgentError if a package has none."""
+    names = sorted(replaced.values())
+    found = available(names, to, system) if names else {}
+    if not found:
+        what = f"no package source has the driver's packages in {to}"
+        raise AgentError(what, "run `apt update`, or correct --to")
+    of_kernels = [name for name in names if name.startswith("linux-")]
+    found |= available(of_kernels, None, system) if of_kernels else {}
+    # Those of other kernels than the running one may go.
+    if missing := [name for name in names if name not in found and not KERNEL.search(name)]:
+        raise AgentError(f"no package source has {first_of(missing)} in {to}", "install that version with apt")
+    return found
 
 
 def _driver(facts: Facts) -> tuple[VendorFacts, DriverPackages, str]:

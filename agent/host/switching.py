@@ -250,16 +250,13 @@ def work(reconciler: Reconciler, network: NetworkSource | None = None) -> tuple[
 
     Return what failed, in sentences.
     """
-    failures, names = (
-        list[str](),
-        [each for each in read_switches(reconciler.system) if each in reconciler.config.machines],
-    )
-    for name in names:
+    failures, system, configured = list[str](), reconciler.system, reconciler.config.machines
+    for name in [each for each in read_switches(system) if each in configured and _is_free(each, system)]:
         switching = Switching(reconciler, name, network or HostNetwork())
         try:
             with switching.locks():
                 switching.go_on()
-                switch = read_switches(reconciler.system).get(name)
+                switch = read_switches(system).get(name)
                 if switch and _is_over(name, switch, reconciler.config, reconciler.reconcile()):
                     switching.forget()
         except (AgentError, OSError) as error:
@@ -269,12 +266,16 @@ def work(reconciler: Reconciler, network: NetworkSource | None = None) -> tuple[
 
 def begin(config: Config, system: System, outcome: Outcome) -> None:
     """Start the unit if a switch was interrupted, or a former root file system is to be removed. Raises AgentError."""
-    due = any(
-        switch.state in ("trying", "handing over") or (_is_over(name, switch, config, outcome) and _has(name, system))
+    due = [
+        name
         for name, switch in read_switches(system).items()
         if name in config.machines
-    )
-    if due and not _runs(system) and _is_free(system):
+        and (
+            switch.state in ("trying", "handing over")
+            or (_is_over(name, switch, config, outcome) and _has(name, system))
+        )
+    ]
+    if any(_is_free(name, system) for name in due) and not _runs(system):
         queue_job("StartUnit", UNIT, system)
 
 
@@ -297,10 +298,10 @@ def _runs(system: System) -> bool:
     return unit.starts or unit.active_state not in ("inactive", "failed")
 
 
-def _is_free(system: System) -> bool:
-    """Return whether no command works: it ends its switch itself."""
+def _is_free(name: str, system: System) -> bool:
+    """Return whether no command works on the machine: if that is a switch, it ends that itself."""
     try:
-        with locked(system, PROVISION_LOCK, 0.0, BUSY):
+        with locked(system, PROVISION_LOCK, 0.0, BUSY), machine_locks(system, (name,), "run", 0.0):
             return True
     except AgentError:
         return False

@@ -58,7 +58,8 @@ class Change(Struct, frozen=True):
     """With the architecture, as in `libcuda1:i386`, if that is not the host's own."""
     old: str | None
     """None if the package is not installed."""
-    new: str
+    new: str | None
+    """None if the package is removed."""
 
 
 class Changes(Struct, frozen=True):
@@ -94,8 +95,11 @@ def installed(system: System) -> Mapping[str, Package]:
     return found
 
 
-def available(names: Collection[str], version: str, system: System) -> dict[str, str]:
-    """Return the newest package version of this upstream version, for each name that has one. Raises AgentError."""
+def available(names: Collection[str], version: str | None, system: System) -> dict[str, str]:
+    """Return the newest package version of this, or of any, upstream version, for each name that has one.
+
+    Raises AgentError.
+    """
     found = dict[str, str]()
     # The output does not tell architectures apart.
     foreign = [name for name in names if ":" in name]
@@ -103,7 +107,8 @@ def available(names: Collection[str], version: str, system: System) -> dict[str,
         for line in system.run("apt-cache", "madison", *asked, timeout=QUERY_LIMIT).splitlines():
             fields = [each.strip() for each in line.split("|")]
             # A package source may offer only the source code.
-            if len(fields) == 3 and upstream(fields[1]) == version and not fields[2].endswith(" Sources"):
+            fits = len(fields) == 3 and version in (None, upstream(fields[1]))
+            if fits and not fields[2].endswith(" Sources"):
                 found.setdefault(asked[0] if asked[0] in foreign else fields[0], fields[1])
     return found
 
@@ -176,12 +181,27 @@ def contents(path: str, system: System) -> dict[str, int]:
     return found
 
 
-def install(words: Iterable[str], system: System, progress: Callable[[str], None]) -> None:
-    """Install packages by `apt-get install`. Raises AgentError."""
+def build_by_dkms(module: str, version: str, kernel: str, files: Iterable[str], directory: str, system: System) -> None:
+    """Build a module of packages' files in this directory, as their scripts will. Raises AgentError."""
+    built = f"{directory}/built"
+    system.remove_tree(directory)
+    system.make_directory(built)
+    for file in files:
+        system.run_tool("dpkg-deb", "--extract", file, directory, timeout=FETCH_LIMIT)
+    trees = ("--sourcetree", f"{directory}/usr/src", "--dkmstree", built)
+    # Pods run meanwhile.
+    dkms = ("nice", "dkms", "build", *trees, "-m", module, "-v", version, "-k", kernel)
+    system.run_tool(*dkms, timeout=INSTALL_LIMIT)
+    system.remove_tree(directory)
+
+
+def install(words: Iterable[str], system: System, progress: Callable[[str], None], *, removes: bool) -> None:
+    """Install packages by `apt-get install`, which may remove others only if `removes` is set. Raises AgentError."""
     wait_for_lock(system, progress)
     options = [f"--option=Dpkg::Options::={each}" for each in KEEP]
     options += [f"--option=DPkg::Lock::Timeout={LOCK_WAIT:.0f}", "--option=APT::Get::AutomaticRemove=false"]
-    _run("apt-get", "--yes", "--quiet", "--no-remove", "--allow-downgrades", *options, "install", *words, system=system)
+    options += [] if removes else ["--no-remove"]
+    _run("apt-get", "--yes", "--quiet", "--allow-downgrades", *options, "install", *words, system=system)
 
 
 def put_back(paths: Iterable[str], added: Collection[str], system: System, progress: Callable[[str], None]) -> None:
@@ -242,5 +262,5 @@ def lock_holder(system: System) -> str:
 
 def in_words(changes: Collection[Change]) -> str:
     """Return the packages with their versions, or the first of them."""
-    each = [f"{change.name} {change.old or '(new)'} -> {change.new}" for change in changes]
+    each = [f"{change.name} {change.old or '(new)'} -> {change.new or '(removed)'}" for change in changes]
     return first_of(each, 40)

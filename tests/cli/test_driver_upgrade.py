@@ -123,6 +123,137 @@ def test_it_refuses_before_it_changes_anything(
     assert not site.host.exists(DRIVER_UPGRADE)
 
 
+BRANCHES = [f"download {each}-550={OLD}-1 to old" for each in ("libcuda1", "nvidia-fabricmanager", MODULES)]
+BRANCHES += [f"download {each}-580={NEW}-1 to new" for each in ("libcuda1", "nvidia-fabricmanager", MODULES)]
+
+
+def test_another_branch_has_other_names(site: Site, capsys: Capture) -> None:
+    """Ubuntu's names have the branch. apt removes the old packages."""
+    site.driver.branched = True
+    assert site.upgrade(f"--to {NEW}") == 0
+    shown = capsys.readouterr().out
+    assert f"libcuda1-550 {OLD}-1 -> (removed), libcuda1-580 (new) -> {NEW}-1" in shown
+    assert site.driver.changes == [*BRANCHES, *STOP, *UNLOAD, f"install {NEW}", *LOAD, *START]
+    assert "--no-remove" not in next(each for each in site.driver.calls if each.startswith("apt-get --yes"))
+    assert site.driver.state() == UPGRADED
+    assert site.is_finished()
+
+
+def test_the_way_back_leads_to_the_old_branch(site: Site) -> None:
+    site.driver.branched, site.driver.unloadable = True, NEW
+    assert site.upgrade(f"--to {NEW}") == 1
+    back = [f"install {NEW}", "load nvidia", "remove what is new", f"install {OLD} by dpkg", *LOAD, *START]
+    assert site.driver.changes == [*BRANCHES, *STOP, *UNLOAD, *back]
+    assert site.driver.state() == AS_BEFORE
+    assert site.is_finished()
+
+
+def test_the_branch_that_follows_an_ended_one_is_named(site: Site) -> None:
+    """By then, Ubuntu's packages of 570 are empty, and need those of 580."""
+    site.driver.branched = site.driver.ends_branch = True
+    with pytest.raises(AgentError, match=rf"replace the packages of driver {OLD} by those of {NEW} \(use --to {NEW}\)"):
+        site.upgrade()
+    assert site.driver.changes == []
+
+
+@pytest.mark.parametrize("killed", range(len([*BRANCHES, *STOP, *UNLOAD]) + 1, len([*BRANCHES, *STOP, *UNLOAD]) + 3))
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_upgrade_to_another_branch_goes_on_after_a_kill(site: Site, killed: int, when: str) -> None:
+    def kill(call: int) -> None:
+        if call == killed:
+            raise Interrupted
+
+    site.driver.branched = True
+    setattr(site.driver, when, kill)
+    with pytest.raises(Interrupted):
+        site.upgrade(f"--to {NEW}")
+    site.driver.before = site.driver.after = lambda call: None
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED
+    assert site.is_finished()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda it: it.sources[NEW].remove(DAEMON), f"no package source has nvidia-fabricmanager-580 in {NEW}"),
+        (lambda it: it.sources.pop(NEW), f"no package source has the driver's packages in {NEW}"),
+        (lambda it: it.removes.append("cuda"), "apt would remove cuda"),
+    ],
+)
+def test_an_incomplete_branch_is_refused(site: Site, wrong: Callable[[DriverHost], object], words: str) -> None:
+    site.driver.branched = True
+    wrong(site.driver)
+    with pytest.raises(AgentError, match=words):
+        site.upgrade(f"--to {NEW}")
+    assert site.driver.changes == []
+    assert site.driver.state() == AS_BEFORE
+
+
+KERNEL = "6.12.0"
+DKMS = "src/nvidia-current-{}/dkms.conf"
+
+
+def use_dkms(driver: DriverHost) -> None:
+    """Let the packages have the module's source, and the host what builds it."""
+    driver.module_files = [DKMS, "src/nvidia-current-{}/nvidia.c"]
+    driver.host.make_directory(f"/lib/modules/{KERNEL}/build/include")
+    driver.host.file("/usr/sbin/dkms")
+    (driver.tree / "usr/sbin/dkms").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda it: setattr(it, "module_files", ["lib/modules/6.13.0/nvidia.ko"]), f"no module for .* {KERNEL}"),
+        (lambda it: it.host.remove_tree(f"/lib/modules/{KERNEL}/build"), f"package linux-headers-{KERNEL}"),
+        (
+            lambda it: it.fails.update({"dkms build": "Error! Bad return status for module build"}),
+            f"Bad return status .*see {DRIVER_PACKAGES}/build/built/nvidia-current/{NEW}/build/make.log",
+        ),
+    ],
+)
+def test_no_machine_is_drained_for_a_driver_without_a_module(
+    site: Site, wrong: Callable[[DriverHost], object], words: str
+) -> None:
+    use_dkms(site.driver)
+    wrong(site.driver)
+    with pytest.raises(AgentError, match=words):
+        site.upgrade()
+    assert [each for each in site.driver.changes if not each.startswith("build")] == FETCH
+    assert site.driver.state() == AS_BEFORE
+    assert not site.host.exists(DRIVER_UPGRADE)
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_what_dkms_builds_is_built_once_before(site: Site, is_installed: bool) -> None:
+    """DKMS itself may come with the new packages. Only packages with the module's source are unpacked."""
+    use_dkms(site.driver)
+    if not is_installed:
+        site.host.remove("/usr/sbin/dkms")
+    assert site.upgrade() == 0
+    build = [f"build nvidia-current {NEW} for {KERNEL}"] * is_installed
+    assert site.driver.changes == [*FETCH, *build, *STOP, *UNLOAD, f"install {NEW}", *LOAD, *START]
+    unpacked = [each for each in site.driver.calls if "--extract" in each]
+    assert [f"{MODULES}_{NEW}-1_amd64.deb" in each for each in unpacked] == [True] * is_installed
+    assert site.is_finished()
+
+
+def test_modinfo_need_not_know_the_module(site: Site) -> None:
+    """Debian names the file nvidia-current, and has a line in modprobe.d for it."""
+    site.driver.fails["modinfo"] = "modinfo: ERROR: Module nvidia not found."
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED
+
+
+def test_a_module_of_another_version_is_not_loaded(site: Site, capsys: Capture) -> None:
+    site.driver.other_module = OLD
+    assert site.upgrade() == 1
+    assert f"for this kernel, there is nvidia {OLD}, not {NEW}" in capsys.readouterr().out
+    assert "load nvidia" not in site.driver.changes[: site.driver.changes.index(f"install {OLD} by dpkg")]
+    assert site.driver.state() == AS_BEFORE
+
+
 def test_a_version_is_chosen_and_may_be_older(site: Site) -> None:
     assert site.upgrade() == 0
     assert site.upgrade(f"--to {OLD}") == 0
@@ -142,7 +273,7 @@ def test_a_failure_before_the_installation_only_starts_all_again(site: Site, cap
     assert site.driver.state() == UPGRADED
 
 
-@pytest.mark.parametrize("part", ["apt-get --yes", "modprobe -- nvidia_uvm", "modinfo"])
+@pytest.mark.parametrize("part", ["apt-get --yes", "modprobe -- nvidia_uvm", "modprobe -- nvidia"])
 def test_it_goes_back_if_the_new_driver_is_not_usable(site: Site, capsys: Capture, part: str) -> None:
     site.driver.fails[part] = "simulated"
 
@@ -358,6 +489,46 @@ def test_at_the_next_boot(site: Site, capsys: Capture) -> None:
     assert left_to_do(site.host) == ""
     assert site.upgrade() == 0
     assert site.is_finished()
+
+
+@pytest.mark.parametrize("options", ["--next-boot", ""])
+def test_an_installation_for_the_next_boot_goes_on_after_a_kill(site: Site, capsys: Capture, options: str) -> None:
+    """It does not claim that anything is installed, and whoever goes on chooses whether machines stop."""
+    site.driver.run(("systemctl", "stop", UNITS[1]), 1)
+    site.driver.changes.clear()
+
+    def kill(call: int) -> None:
+        if call > len(FETCH):
+            raise Interrupted
+
+    site.driver.before = kill
+    with pytest.raises(Interrupted):
+        site.upgrade("--next-boot")
+    site.driver.before = lambda call: None
+    left = left_to_do(site.host)
+    assert "left to do: install the new packages: with --next-boot again, or" in left
+    site.driver.changes.clear()
+    assert site.upgrade(options) == 0
+    assert f"left to do: {left.partition('to do: ')[2]}" in capsys.readouterr().out
+    if options:
+        assert site.driver.changes == [f"install {NEW}"]
+        assert "load the installed modules at the host's next boot" in left_to_do(site.host)
+        with pytest.raises(AgentError, match="left to do: load the installed modules"):
+            site.upgrade(options)
+    else:
+        assert site.driver.version() == NEW
+        assert site.is_finished()
+
+
+def test_neither_packages_for_the_next_boot_nor_the_old_ones(site: Site) -> None:
+    """Both reasons are told, and the same command tries both again."""
+    site.driver.run(("systemctl", "stop", UNITS[1]), 1)
+    site.driver.fails.update({"apt-get --yes": "no room for the new", "--install": "no room for the old"})
+    with pytest.raises(AgentError, match=r"(?s)no room for the new.*could not be put back.*no room for the old"):
+        site.upgrade("--next-boot")
+    site.driver.fails.clear()
+    assert site.upgrade("--next-boot") == 0
+    assert "load the installed modules" in left_to_do(site.host)
 
 
 def test_packages_for_the_next_boot_that_fail_are_replaced_at_once(site: Site, capsys: Capture) -> None:

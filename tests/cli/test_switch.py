@@ -14,6 +14,7 @@ from agent.host.allocation import UNSCHEDULABLE
 from agent.host.leave import was_drained
 from agent.host.provision.node_files import NODE_RECORDS, NodeRecord, record_paths
 from agent.host.state.gpus import observe_gpus, record_test
+from agent.host.state.locks import machine_locks
 from agent.host.state.records import read_history, write_history
 from agent.host.state.switches import RECORDS, Switch
 from agent.host.switching import UNIT, begin, work
@@ -391,6 +392,21 @@ def test_a_former_root_file_system_is_removed_after_its_time(host: NodeHost, kee
     passes(1.1)
     assert host.exists(OTHER) == keep
     assert host.bus.started == [UNIT] * (not keep)
+
+
+def test_a_switch_that_is_due_waits_for_the_command_that_has_the_machine(host: NodeHost) -> None:
+    """The unit would fail, and alerts would tell of it, while `driver upgrade` or `restart` works on the machine."""
+    kill_at(host, ("systemctl", "stop", machine_unit(CANDIDATE)), 2)
+    with pytest.raises(KilledError):
+        switch(host)
+    host.tools.before = lambda argv: None
+    host.bus.unit(UNIT, "inactive")
+    agent = node_reconciler(host)
+    with machine_locks(host, (MACHINE,), "driver upgrade"):
+        begin(agent.config, host, agent.reconcile())
+        assert host.bus.started == []
+    begin(agent.config, host, agent.reconcile())
+    assert host.bus.started == [UNIT]
 
 
 def test_reset_removes_all_root_file_systems(host: NodeHost) -> None:

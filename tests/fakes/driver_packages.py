@@ -35,12 +35,20 @@ class DriverHost:
         """Which packages the package sources have, by version."""
         self.added = ""
         """A package that only the new driver needs, and that breaks the old one."""
+        self.branched = False
+        """Whether the names of packages have the driver's branch, as Ubuntu's: two branches are in conflict."""
+        self.ends_branch = False
+        """Whether the new packages of a branch only need those of the next branch."""
         self.held: set[str] = set()
         self.removes: list[str] = []
         """Packages that apt would remove."""
         self.contents = {version: ["libcuda.so.{}", "libnvidia-ml.so.{}"] for version in (OLD, NEW)}
+        self.module_files = [f"lib/modules/{host.read_text('/proc/sys/kernel/osrelease').strip()}/nvidia.ko"]
+        """What the modules' package has in /usr, with `{}` for the version."""
         self.files, self.on_disk = OLD, OLD
         """The versions of the libraries and of the module on disk."""
+        self.other_module = ""
+        """The version of a module that hides the packages' own from modinfo and modprobe."""
         self.unloadable = ""
         """The version whose module does not load."""
         self.fails: dict[str, str] = {}
@@ -88,12 +96,16 @@ class DriverHost:
                 return f"start {unit}"
             case ("env", directory, "apt-get", "download", package):
                 return f"download {package} to {directory.split('/')[-2]}"
+            case ("nice", "dkms", "build", *_, "-m", module, "-v", version, "-k", kernel):
+                return f"build {module} {version} for {kernel}"
             case ("apt-get", "--yes", *_):
                 return f"install {self._versions(argv)}"
             case ("dpkg", *_, "--install", _, _, _):
                 return f"install {self._versions(argv)} by dpkg"
             case ("dpkg", *_, "--pending"):
                 return "configure"
+            case ("dpkg", *_, "--remove", _, _, _):
+                return "remove what is new"
             case ("dpkg", *_, "--remove", package):
                 return f"remove {package}"
             case ("kubectl", _, "drain" | "uncordon" | "cordon" as verb, *_):
@@ -112,40 +124,47 @@ class DriverHost:
             case ("dpkg", "--print-architecture"):
                 printed = "amd64\n"
             case ("dpkg-query", "--show", _):
-                printed = OTHERS + "".join(
-                    f"{name}\tamd64\t{version}-1\t{version}\t{status}\t{WANT[name in self.held]}\n"
+                lines = (
+                    (self._called(name, version), "amd64", f"{version}-1", version, status, WANT[name in self.held])
                     for name, (version, status) in self.have.items()
                 )
+                printed = OTHERS + "".join("\t".join(each) + "\n" for each in lines)
             case ("apt-cache", "madison", *names):
                 printed = "".join(
                     f"{name} | {version}-1 | http://deb.debian.org/debian trixie/non-free amd64 Packages\n"
                     for name in names
                     for version in sorted(self.sources, reverse=True)
-                    if name in self.sources[version]
+                    if name in {self._called(each, version) for each in self.sources[version]}
                 )
             case ("apt-get", "--simulate", _, "install", *words):
                 printed = self._simulate(words)
             case ("env", directory, "apt-get", "download", package):
                 name, _, version = package.partition("=")
-                if name not in self.sources.get(version.removesuffix("-1"), ()):
+                known = self.sources.get(version.removesuffix("-1"), ())
+                if name not in {self._called(each, version) for each in known}:
                     return Completed(100, b"", f"E: Version '{version}' for '{name}' was not found\n".encode())
                 self.host.file(
                     f"{directory.removeprefix('--chdir=').removeprefix(self.host.root)}/{name}_{version}_amd64.deb"
                 )
             case ("dpkg-deb", "--contents", path):
                 version = self._versions([path])
-                files = [each.format(version) for each in self.contents[version]] if LIBRARIES in path else ["x"]
-                printed = "".join(f"-rw-r--r-- root/root 9 2025-01-01 00:00 ./usr/lib/{each}\n" for each in files)
+                files = [f"lib/{each}" for each in self.contents[version]] if LIBRARIES in path else ["x"]
+                files = self.module_files if MODULES in path else files
+                printed = "".join(
+                    f"-rw-r--r-- root/root 9 2025-01-01 00:00 ./usr/{each.format(version)}\n" for each in files
+                )
             case ("dpkg", *_, "--install", _, _, _) if self.added in self.have:
                 return Completed(1, b"", f"dpkg: {self.added} breaks {LIBRARIES} and is installed\n".encode())
             case ("apt-get", "--yes", *_) | ("dpkg", *_, "--install", _, _, _):
                 self._install(self._versions(argv))
+            case ("dpkg", *_, "--remove", _, _, _):
+                self.have.clear()
             case ("dpkg", *_, "--remove", package):
                 self.have.pop(package, None)
             case ("dpkg", *_, "--pending"):
                 self.have = {name: (version, "installed") for name, (version, _) in self.have.items()}
             case ("modinfo", "--field=version", "nvidia"):
-                printed = f"{self.on_disk}\n"
+                printed = f"{self.other_module or self.on_disk}\n"
             case ("rmmod", module):
                 return self._rmmod(module)
             case ("modprobe", "--", _) if self.on_disk == self.unloadable:
@@ -157,7 +176,7 @@ class DriverHost:
                 self._hold()
             case ("kubectl", _, "get", *_):
                 printed = "" if self.drained else "true"
-            case ("kubectl", *_):
+            case ("kubectl" | "nice", *_) | ("dpkg-deb", "--extract", *_):
                 pass
             case _:
                 return self._on_host(argv, timeout)
@@ -171,7 +190,24 @@ class DriverHost:
             self.host.bus.unit(unit, "active" if active else "inactive")
         return done
 
+    def _called(self, name: str, version: str) -> str:
+        return f"{name.removesuffix('-550')}-{version.partition('.')[0]}" if self.branched else name
+
+    def _simulate_other_branch(self, words: Sequence[str]) -> str:
+        """Return what apt prints for packages by version or file: those of the other branch go."""
+        old = {self._called(name, version): version for name, (version, _) in self.have.items()}
+        names = {posixpath.basename(word).replace("=", "_").split("_")[0] for word in words}
+        new = next((version for version in self.sources if any(version in word for word in words)), OLD)
+        gone = [f"Remv {name} [{version}-1]\n" for name, version in old.items() if name not in names]
+        if self.ends_branch:
+            added = [f"Inst {name} [{OLD}-1] (550.200.01-1 localhost [amd64])\n" for name in old]
+            return "".join([*added, f"Inst libcuda1-580 ({NEW}-1 localhost [amd64])\n"])
+        added = [f"Inst {name} ({new}-1 localhost [amd64])\n" for name in names if name not in old]
+        return "".join((gone if added else []) + added + [f"Remv {name} [1]\n" for name in self.removes])
+
     def _simulate(self, words: Sequence[str]) -> str:
+        if self.branched:
+            return self._simulate_other_branch(words)
         exact = {word.partition("=")[0]: word.partition("=")[2].removesuffix("-1") for word in words if "=" in word}
         if any(word.endswith(".deb") for word in words):
             exact = {posixpath.basename(word).split("_")[0]: self._versions([word]) for word in words}
@@ -194,7 +230,7 @@ class DriverHost:
     def _install(self, version: str) -> None:
         if self.added and version == NEW:
             self.have[self.added] = (NEW, "installed")
-        for name in self.have:
+        for name in self.have or (LIBRARIES, MODULES, DAEMON):
             if name in self.sources.get(version, ()):
                 self.have[name] = (version, "installed")
         if self.files != version:

@@ -1,5 +1,6 @@
 """What the packages' scripts do with units, as debhelper makes them. integration/tests/packages runs them in dpkg."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.model.paths import DRIVER_UPGRADE, DRIVER_UPGRADE_LOCK, PROVISION_LOCK
 from tests.fakes.programs import program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -107,6 +109,38 @@ def test_a_removal_stops_every_unit_of_the_machine_half(scripts: Path, tmp_path:
     # Otherwise they would start the services again.
     kinds = [unit.rpartition(".")[2] for unit in units]
     assert kinds == sorted(kinds, key="service".__eq__)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("lock", "command"), [(DRIVER_UPGRADE_LOCK, "driver upgrade"), (PROVISION_LOCK, "switch")])
+def test_a_removal_leaves_a_running_command_its_code(
+    scripts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], lock: str, command: str
+) -> None:
+    """Without waiting. dpkg then keeps the package; nothing was stopped."""
+    path = tmp_path / lock.removeprefix("/")
+    path.parent.mkdir(parents=True)
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(subprocess.CalledProcessError):
+            invoked(scripts, tmp_path, HOST, "prerm", "remove")
+        said = capfd.readouterr().err.replace(str(tmp_path), "")
+        assert f"{command}` " in said
+        assert f"fuser {lock}" in said
+        assert (tmp_path / "log").read_text() == ""
+        invoked(scripts, tmp_path, HOST, "prerm", "upgrade", "1.1")
+    ((action, *units), *_) = invoked(scripts, tmp_path, HOST, "prerm", "remove")
+    assert (action, "unbounded-agent.service" in units) == ("stop", True)
+
+
+@pytest.mark.processes
+def test_a_removal_tells_of_an_upgrade_of_the_driver_that_was_interrupted(
+    scripts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / DRIVER_UPGRADE.removeprefix("/")
+    record.parent.mkdir(parents=True)
+    record.touch()
+    invoked(scripts, tmp_path, HOST, "prerm", "remove")
+    assert "an upgrade of the driver is not finished" in capfd.readouterr().err
 
 
 @pytest.mark.processes

@@ -97,6 +97,7 @@ def test_versions_of_package_sources(host: Host) -> None:
     )
     host.command(*("apt-cache", "madison", "libcuda1:i386"), stdout="libcuda1 | 555.42-3 | http://x ./ Sources\n")
     assert available(["libcuda1", "libcuda1:i386"], "555.42", host) == {"libcuda1": "555.42-2"}
+    assert available(["libcuda1"], None, host) == {"libcuda1": "560.1-1"}
 
 
 def test_the_file_of_a_version() -> None:

@@ -7,26 +7,35 @@ from collections.abc import Callable
 import pytest
 
 from agent.model.paths import DRIVER_PACKAGES, DRIVER_UPGRADE
-from integration.bed.drivers.driver_packages import DAEMON, FAILING, UNLOADABLE, install_packages, versions
+from integration.bed.drivers.driver_packages import (
+    DAEMON,
+    FAILING,
+    UNLOADABLE,
+    install_dkms_packages,
+    install_packages,
+    versions,
+)
+from integration.bed.machine.node import MACHINE
 from integration.bed.waiting import wait
 from integration.conftest import Bed
 from integration.tests.node.test_generations import expect_driver
 
 pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
 
-LIMIT = 590.0
+LIMIT, SLOW = 590.0, 1500.0
 COMMAND = "unbounded-agent driver upgrade"
+SAID = "/root/said"
 HOLD = f"""
 import fcntl, os, time
 while not os.path.exists("{DRIVER_UPGRADE}"):
     time.sleep(0.1)
 with open("/var/lib/dpkg/lock-frontend", "w") as lock:
     fcntl.lockf(lock, fcntl.LOCK_EX)
-    while "install the new" not in open("{DRIVER_UPGRADE}").read():
+    while "for the lock of apt" not in open("{SAID}").read():
         time.sleep(1)
-    time.sleep(20)
+    time.sleep(5)
 """
-"""Has the lock of apt and dpkg for 20 s after the old modules were unloaded."""
+"""Has the lock of apt and dpkg from before the drain until the command has said for 5 s that it waits."""
 
 
 @pytest.fixture
@@ -78,16 +87,52 @@ def test_it_upgrades_and_goes_on_after_a_kill(packaged: Bed, measured: Callable[
 def test_it_goes_back(packaged: Bed, version: str, measured: Callable[[str, object], None]) -> None:
     """If the module does not load, or a package's script fails. It waits for the lock of another program."""
     old = versions().installed
+    packaged.guest.write(SAID, b"")
     packaged.guest.start(["python3", "-c", HOLD])
     before = time.monotonic()
-    ended = packaged.agent("driver", "upgrade", "--to", version, timeout=LIMIT, check=False)
+    ended = packaged.run("sh", "-c", f"{COMMAND} --to {version} 2>{SAID}", timeout=LIMIT, check=False)
     measured("seconds", f"{time.monotonic() - before:.0f}")
-    print(ended.stdout, ended.stderr)
+    said = packaged.guest.read(SAID).decode()
+    print(ended.stdout, said)
     assert ended.status == 1
     assert f"driver {old} runs: driver {version} is not usable" in ended.stdout
     if version == FAILING:
         assert "the module cannot be built" in ended.stdout
-    assert re.search(
-        r"waiting up to 600 s for the lock of apt and dpkg, which PID [0-9]+ \(python3\) has", ended.stderr
-    )
+    assert re.search(r"waiting up to 600 s for the lock of apt and dpkg, which PID [0-9]+ \(python3\) has", said)
     expect_as_before(packaged, old)
+
+
+def test_dkms_builds_the_module_before_the_drain(ready: Bed, measured: Callable[[str, object], None]) -> None:
+    """Real DKMS, a real compiler and the kernel's real headers. A build that fails costs no pod anything."""
+    before = time.monotonic()
+    install_dkms_packages(ready.guest)
+    measured("seconds of the installation", f"{time.monotonic() - before:.0f}")
+    ready.agent("apply", timeout=400)
+    (old, new), leader = versions(), leader_of(ready)
+    assert ready.run("modinfo", "--field=version", "nvidia", check=False).status == 1
+    failed = ready.agent("driver", "upgrade", "--to", FAILING, timeout=SLOW, check=False)
+    print(failed.stdout, failed.stderr)
+    log = f"{DRIVER_PACKAGES}/build/built/nvidia-current/{FAILING}/build/make.log"
+    assert f"the module of driver {FAILING} cannot be built" in failed.stderr
+    assert f"see {log}; nothing was changed" in failed.stderr
+    assert "made up: the kernel is too new" in ready.guest.read(log).decode()
+    assert (module(ready), leader_of(ready)) == (old, leader)
+    release = ready.run("uname", "-r").stdout.strip()
+    headers = f"/lib/modules/{release}/build"
+    ready.run("mv", headers, "/root/build")
+    refused = ready.agent("driver", "upgrade", "--to", new, timeout=SLOW, check=False)
+    assert f"install the package linux-headers-{release}; nothing was changed" in refused.stderr
+    ready.run("mv", "/root/build", headers)
+    before = time.monotonic()
+    ended = ready.agent("driver", "upgrade", "--to", new, timeout=SLOW)
+    measured("seconds of the upgrade", f"{time.monotonic() - before:.0f}")
+    print(ended.stdout, ended.stderr)
+    assert f"driver {new} runs in place of {old}" in ended.stdout
+    assert f"nvidia-current/{new}, {release}, x86_64: installed" in ready.run("dkms", "status").stdout
+    assert (module(ready), leader_of(ready) == leader) == (new, False)
+    ready.wait_ready()
+    expect_driver(ready, new)
+
+
+def leader_of(bed: Bed) -> str:
+    return bed.run("machinectl", "show", "--property=Leader", MACHINE).stdout
