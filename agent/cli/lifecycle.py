@@ -133,6 +133,7 @@ def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse
     confirm(f"machine {name} restarts with another root file system", options)
     with _given_up(switching, "its candidate"):
         limit = switching.make(steps)
+        switching.pass_images()
         switching.hold_back()
     with _given_up(switching, "its pods"):
         if options.kubeconfig:

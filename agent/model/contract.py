@@ -294,6 +294,10 @@ class LeaveTask(StrEnum):
     UNCORDON = "uncordon"
     LOOK = "look"
     """Look for what another root of the machine would not have."""
+    GIVE_IMAGES = "give images"
+    """Write the images of the machine's containers into the pipe."""
+    TAKE_IMAGES = "take images"
+    """Take the images that come out of the pipe."""
 
 
 class LeaveRequest(NamedTuple):

@@ -18,15 +18,18 @@ from agent.host.state.records import read_history, write_history
 from agent.host.state.switches import RECORDS, Switch
 from agent.host.switching import UNIT, begin, work
 from agent.model.conditions import ConditionType
-from agent.model.contract import LeaveTask, Lost
+from agent.model.contract import LeaveAnswer, LeaveEnd, LeaveTask, Lost, parse_leave_request, render_leave_answer
 from agent.model.errors import AgentError
 from agent.model.paths import (
     KUBELET_CERTIFICATES,
     MACHINE_ROOTS,
+    MACHINED_STATE,
     MACHINES_STATE,
     NODES,
     SWITCHES,
     identity_directory,
+    leave_file,
+    leaving_file,
     machine_root,
     machine_unit,
     nspawn_file,
@@ -180,6 +183,22 @@ def switch_fails(host: NodeHost) -> str:
     with pytest.raises(AgentError) as error:
         switch(host)
     return error.value.message
+
+
+def test_a_candidate_gets_the_images_before_the_pods_are_moved(host: NodeHost, clock: Clock) -> None:
+    said = list[LeaveTask]()
+
+    def answer() -> None:
+        for name in (CANDIDATE, MACHINE):
+            if host.exists(leave_file(name)):
+                request = parse_leave_request(host.read(leave_file(name)))
+                said.append(request.task)
+                host.write(leaving_file(name), render_leave_answer(LeaveAnswer(request.id, LeaveEnd.DONE, 1.0)))
+
+    host.file(f"{MACHINED_STATE}/{CANDIDATE}")
+    clock.meanwhile = answer
+    assert switch(host) == 0
+    assert [*dict.fromkeys(said)] == ["look", "take images", "give images", "drain", "uncordon"]
 
 
 def test_a_node_that_is_not_ready_goes_back_by_itself(host: NodeHost, capsys: Capture) -> None:
