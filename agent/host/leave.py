@@ -49,6 +49,9 @@ from agent.system.trust import read_seen
 
 BEGIN = 30.0
 """Seconds in which a machine must begin."""
+AGAIN = 5.0
+"""Seconds after which a request that was not begun is written again. systemd watches the file only while the machine's
+service does not run (path_enter_running in path.c): it misses a request that comes while an earlier one ends."""
 SILENT = 60.0
 """Seconds after which a machine that has begun must say that it still works."""
 MARGIN = 60.0
@@ -177,14 +180,9 @@ def _asked(machine: str, system: System, progress: Progress, task: LeaveTask, li
     _refuse_stopped(machine, system)
     busy = f"another command waits for machine {machine}"
     with locked(system, leave_lock_file(machine), 0, busy):
-        request = LeaveRequest(secrets.token_hex(8), task, limit)
-        documents, waiting = (
-            {machine: render_leave_request(request)},
-            _Waiting(machine, system, progress, request, time.monotonic()),
-        )
+        waiting = _Waiting(machine, system, progress, LeaveRequest(secrets.token_hex(8), task, limit), time.monotonic())
         try:
-            if failures := publish_documents(system, leave_file, documents, (machine,)):
-                raise CannotLeaveError("; ".join(failures))
+            waiting.publish()
             yield waiting
         except CannotLeaveError as error:
             # The machine looks for the request after it has said that it begins: now it does not begin any longer.
@@ -210,9 +208,17 @@ class _Waiting(Struct):
     progress: Progress
     request: LeaveRequest
     asked: float
+    published: float = 0.0
     heard: float = 0.0
     """When the machine last wrote another answer."""
     last: LeaveAnswer | None = None
+
+    def publish(self) -> None:
+        """Write the request, also if it is there already. Raises CannotLeaveError."""
+        documents, self.published = {self.machine: render_leave_request(self.request)}, time.monotonic()
+        failures = publish_documents(self.system, leave_file, documents, (self.machine,), same=lambda *_: False)
+        if failures:
+            raise CannotLeaveError("; ".join(failures))
 
     def answer(self) -> LeaveAnswer:
         while not (answer := self.look()):
@@ -225,6 +231,8 @@ class _Waiting(Struct):
         if self.last and self.last.end is not LeaveEnd.WORKING:
             return self._ended(self.last)
         self._refuse_silence(time.monotonic(), why)
+        if not self.last and time.monotonic() - self.published >= AGAIN:
+            self.publish()
         return None
 
     def read(self) -> str:

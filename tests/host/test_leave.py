@@ -113,6 +113,20 @@ def test_a_machine_that_never_begins_is_left_as_it_was(host: Host, clock: Clock)
     assert not host.exists(leave_file(MACHINE))
 
 
+def test_a_request_that_a_machine_misses_is_written_again(host: Host, clock: Clock) -> None:
+    """systemd does not watch the file while the service ends, which an earlier request has started."""
+    missed = list[int | None]()
+
+    def misses_the_first() -> None:
+        missed.append(host.link_inode(leave_file(MACHINE)))
+        if missed[-1] != missed[0]:
+            says(host, answer())()
+
+    clock.meanwhile = misses_the_first
+    drain(MACHINE, host, print, 60)
+    assert clock.passed < 10
+
+
 def test_a_machine_that_has_just_booted_has_longer_to_begin(host: Host, clock: Clock) -> None:
     def late() -> None:
         if clock.passed > BEGIN + 60:
