@@ -533,7 +533,9 @@ def _give_images(work: _Work) -> str:
     lacks = f"{counted(missing, 'image')} without content (discard_unpacked_layers)"
     if not names:
         raise _UnableError(f"its containers have no image to pass on; {lacks}")
-    _through_pipe(work, ">", "export", "-", *names)
+    # By its transfer API, ctr 2.2.1 ends with 0 before it has written all to a reader that is slower than it is.
+    local = ["--local"] if "--local" in _ctr(work, *CTR, "export", "--help") else []
+    _through_pipe(work, ">", "export", *local, "-", *names)
     passed = f"its candidate has {counted(len(names), 'image name')} of its containers"
     return f"{passed}, but lacks {lacks}" if missing else passed
 

@@ -377,13 +377,16 @@ registry.invalid/unused:1 application/x sha256:{"12" * 32} complete (2/2) 8.9 Mi
 WITHOUT_CONTENT = IMAGES.replace("complete (2/2) 8.9 MiB", "incomplete (1/2) 0.1 MiB")
 
 
-def containerd(node: Node, images: str = IMAGES, through_pipe: Callable[[], int] = lambda: 0) -> list[str]:
+def containerd(
+    node: Node, images: str = IMAGES, through_pipe: Callable[[], int] = lambda: 0, options: str = ""
+) -> list[str]:
     """Let containerd have these images. Return the commands that use the pipe."""
     used = list[str]()
 
     def ctr(argv: tuple[str, ...]) -> Completed:
         assert argv[1] == "--namespace=k8s.io"
-        return Completed(0, (CONTAINERS if argv[2] == "containers" else images).encode(), b"")
+        said = {"containers": CONTAINERS, "check": images, "export": options}
+        return Completed(0, said[argv[2] if argv[2] in said else argv[3]].encode(), b"")
 
     def shell(argv: tuple[str, ...]) -> Completed:
         used.append(" ".join((argv[2], *argv[4:])))
@@ -400,6 +403,12 @@ def test_the_images_of_containers_go_through_the_pipe_by_all_their_names(node: N
     assert (answer["end"], answer["message"]) == ("done", "its candidate has 2 image names of its containers")
     names = f"registry.invalid/web:1 registry.invalid/web@{DIGEST}"
     assert used == [f'exec "$@" >{PIPE} ctr --namespace=k8s.io images export - {names}']
+
+
+def test_ctr_writes_all_before_it_ends(node: Node) -> None:
+    used = containerd(node, options="   --local      Run export locally rather than through transfer API\n")
+    assert ask(node, LeaveTask.GIVE_IMAGES)["end"] == "done"
+    assert "images export --local - registry.invalid/web:1" in used[0]
 
 
 def test_a_candidate_takes_what_comes_through_the_pipe(node: Node) -> None:
