@@ -135,6 +135,8 @@ def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse
         limit = switching.make(steps)
         switching.pass_images()
         switching.hold_back()
+        # What is left of the candidate is removed now, not while the machine is down.
+        reconciler.reconcile()
     with _given_up(switching, "its pods"):
         if options.kubeconfig:
             _drain(name, reconciler, options.kubeconfig)

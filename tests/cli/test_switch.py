@@ -201,6 +201,18 @@ def test_a_candidate_gets_the_images_before_the_pods_are_moved(host: NodeHost, c
     assert [*dict.fromkeys(said)] == ["look", "take images", "give images", "drain", "uncordon"]
 
 
+def test_nothing_is_left_to_do_for_the_candidate_while_the_machine_is_down(host: NodeHost) -> None:
+    left = list[bool]()
+
+    def look(argv: tuple[str, ...]) -> None:
+        if argv == ("systemctl", "stop", UNITS[0]):
+            left.append(host.exists(nspawn_file(CANDIDATE)))
+
+    host.tools.before = look
+    assert switch(host) == 0
+    assert left == [False]
+
+
 def test_a_node_that_is_not_ready_goes_back_by_itself(host: NodeHost, capsys: Capture) -> None:
     before, host.sick = host.link_inode(ROOT), lambda root: root == ROOT and is_new(host)
     assert switch(host) == 1
