@@ -180,7 +180,8 @@ def _has_more(name: str, reconciler: Reconciler, found: Sequence[Lost], given_up
     """
     try:
         return bool(found or given_up or what_is_lost(name, reconciler.system))
-    except AgentError:
+    except AgentError as error:
+        reconciler.progress(f"only --forget will remove the former root file system, as it may have files: {error}")
         return True
 
 

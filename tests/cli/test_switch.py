@@ -368,6 +368,21 @@ def test_the_kubelet_keeps_its_certificates_even_if_they_were_in_the_root_file_s
     assert_closed(host)
 
 
+def test_a_former_root_that_nobody_could_look_through_is_kept(host: NodeHost, clock: Clock) -> None:
+    answer, unable = answers(host), answers(host, LeaveEnd.UNABLE, message="the kubelet does not run")
+
+    def looks() -> None:
+        drained = (LeaveTask.DRAIN,) in host.runner.calls and (LeaveTask.UNCORDON,) not in host.runner.calls
+        looked = host.exists(leave_file(MACHINE)) and b"look" in host.read(leave_file(MACHINE))
+        (unable if drained and looked else answer)()
+
+    clock.meanwhile = looks
+    assert switch(host) == 0
+    found = RECORDS.read(switch_record(MACHINE), host)
+    assert found
+    assert (found.state, found.keep) == ("done", True)
+
+
 def test_what_pods_write_until_they_are_moved_keeps_the_former_root(host: NodeHost, clock: Clock) -> None:
     nothing, more = answers(host), answers(host, lost=(Lost("/srv", 1, 1),))
 
