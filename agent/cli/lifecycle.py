@@ -134,7 +134,10 @@ def _switch(steps: tuple[NodeStep, ...], switching: Switching, options: argparse
     confirm(f"machine {name} restarts with another root file system", options)
     with _given_up(switching, "its candidate"):
         limit = switching.make(steps)
+        switching.pass_images()
         switching.hold_back()
+        # What is left of the candidate is removed now, not while the machine is down.
+        reconciler.reconcile()
     with _given_up(switching, "its pods"):
         if options.kubeconfig:
             _drain(name, reconciler, options.kubeconfig)
@@ -178,7 +181,8 @@ def _has_more(name: str, reconciler: Reconciler, found: Sequence[Lost], given_up
     """
     try:
         return bool(found or given_up or what_is_lost(name, reconciler.system))
-    except AgentError:
+    except AgentError as error:
+        reconciler.progress(f"only --forget will remove the former root file system, as it may have files: {error}")
         return True
 
 

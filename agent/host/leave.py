@@ -1,4 +1,5 @@
-"""Lets a machine drain its own node before it stops, and says what another root of the machine would not have.
+"""Lets a machine drain its own node before it stops, and says what another root of the machine would not have. Lets it
+pass its images to that.
 
 The host half runs nothing in a machine: it publishes a request, and reads the answer, which is not trusted. The machine
 half has the kubelet's identity, which may cordon its own Node and evict its pods (agent.machine.leave).
@@ -7,11 +8,13 @@ half has the kubelet's identity, which may cordon its own Node and evict its pod
 import posixpath
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from msgspec import Struct
 
+from agent.host.apply.driver_roots import make_way
 from agent.host.apply.steps import publish_documents
 from agent.host.state.locks import locked
 from agent.host.verify.answers import MACHINE_SAYS
@@ -32,6 +35,7 @@ from agent.model.paths import (
     MACHINED_STATE,
     drained_file,
     handoff_directory,
+    images_pipe,
     leave_file,
     leave_lock_file,
     leaving_file,
@@ -42,6 +46,9 @@ from agent.system.trust import read_seen
 
 BEGIN = 30.0
 """Seconds in which a machine must begin."""
+AGAIN = 5.0
+"""Seconds after which a request that was not begun is written again. systemd watches the file only while the machine's
+service does not run (path_enter_running in path.c): it misses a request that comes while an earlier one ends."""
 SILENT = 60.0
 """Seconds after which a machine that has begun must say that it still works."""
 MARGIN = 60.0
@@ -51,6 +58,8 @@ UNCORDON_LIMIT = 120.0
 """Seconds in which a machine that has just started must uncordon its node."""
 LOOK_LIMIT = 300.0
 """Seconds for a look at all files of a root, which others read and write meanwhile."""
+IMAGES_LIMIT = 900.0
+"""Seconds in which a machine's images go to its candidate, while its pods run on."""
 SHOWN = 3
 """How many waiting pods a message names."""
 
@@ -115,6 +124,34 @@ def what_is_lost(machine: str, system: System, limit: float = LOOK_LIMIT) -> tup
     return _ask(machine, system, lambda _: None, LeaveTask.LOOK, limit).lost
 
 
+def pass_images(machine: str, other: str, system: System, progress: Progress) -> None:
+    """Let a machine give the images of its containers to another one, with which it shares a pipe meanwhile.
+
+    The bytes go from one containerd to the other: this process reads none of them. Raises AgentError or OSError.
+    """
+    pipes = [images_pipe(each) for each in (other, machine)]
+    try:
+        _remove_all(pipes, system)
+        system.make_pipe(*pipes)
+        with _asked(other, system, progress, LeaveTask.TAKE_IMAGES, IMAGES_LIMIT) as taking:
+            # A machine that waited for a reader that never comes could not be drained.
+            while not taking.look() and not taking.last:
+                time.sleep(POLL)
+            with _asked(machine, system, progress, LeaveTask.GIVE_IMAGES, IMAGES_LIMIT) as giving:
+                while not all([given := giving.look(), taking.look()]):
+                    time.sleep(POLL)
+        if given and given.message:
+            progress(f"machine {machine}: {given.message}")
+    finally:
+        _remove_all(pipes, system)
+
+
+def _remove_all(pipes: Iterable[str], system: System) -> None:
+    for path in pipes:
+        make_way(path, system)
+        system.remove(path)
+
+
 def unsaved(lost: Iterable[Lost], given_up: Iterable[str]) -> tuple[Lost, ...]:
     """Return what is not given up by name. Pure.
 
@@ -144,18 +181,23 @@ def _ask(
     machine: str, system: System, progress: Progress, task: LeaveTask, limit: float, gpus: tuple[str, ...] = ()
 ) -> LeaveAnswer:
     """Publish a request, and return the answer when all is done. Raises AgentError."""
+    with _asked(machine, system, progress, task, limit, gpus) as waiting:
+        return waiting.answer()
+
+
+@contextmanager
+def _asked(
+    machine: str, system: System, progress: Progress, task: LeaveTask, limit: float, gpus: tuple[str, ...] = ()
+) -> Iterator["_Waiting"]:
+    """Publish a request as long as the block lasts. Raises AgentError."""
     _refuse_stopped(machine, system)
     busy = f"another command waits for machine {machine}"
     with locked(system, leave_lock_file(machine), 0, busy):
         request = LeaveRequest(secrets.token_hex(8), task, limit, gpus)
-        documents, waiting = (
-            {machine: render_leave_request(request)},
-            _Waiting(machine, system, progress, request, time.monotonic()),
-        )
+        waiting = _Waiting(machine, system, progress, request, time.monotonic())
         try:
-            if failures := publish_documents(system, leave_file, documents, (machine,)):
-                raise CannotLeaveError("; ".join(failures))
-            return waiting.answer()
+            waiting.publish()
+            yield waiting
         except CannotLeaveError as error:
             # The machine looks for the request after it has said that it begins: now it does not begin any longer.
             _withdraw(machine, system, progress)
@@ -180,17 +222,32 @@ class _Waiting(Struct):
     progress: Progress
     request: LeaveRequest
     asked: float
+    published: float = 0.0
     heard: float = 0.0
     """When the machine last wrote another answer."""
     last: LeaveAnswer | None = None
 
+    def publish(self) -> None:
+        """Write the request, also if it is there already. Raises CannotLeaveError."""
+        documents, self.published = {self.machine: render_leave_request(self.request)}, time.monotonic()
+        failures = publish_documents(self.system, leave_file, documents, (self.machine,), same=lambda *_: False)
+        if failures:
+            raise CannotLeaveError("; ".join(failures))
+
     def answer(self) -> LeaveAnswer:
-        while True:
-            why = self.read()
-            if self.last and self.last.end is not LeaveEnd.WORKING:
-                return self._ended(self.last)
-            self._refuse_silence(time.monotonic(), why)
+        while not (answer := self.look()):
             time.sleep(POLL)
+        return answer
+
+    def look(self) -> LeaveAnswer | None:
+        """Return the answer if all is done. Raises AgentError if it failed, or is not to be expected."""
+        why = self.read()
+        if self.last and self.last.end is not LeaveEnd.WORKING:
+            return self._ended(self.last)
+        self._refuse_silence(time.monotonic(), why)
+        if not self.last and time.monotonic() - self.published >= AGAIN:
+            self.publish()
+        return None
 
     def read(self) -> str:
         """Take what the machine says. Return why that is not possible, as the end of a sentence."""

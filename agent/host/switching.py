@@ -10,7 +10,7 @@ from msgspec import Struct
 from agent.config.settings import Config
 from agent.host.apply.steps import apply
 from agent.host.joining import Watch
-from agent.host.leave import uncordon, was_drained
+from agent.host.leave import pass_images, uncordon, was_drained
 from agent.host.provision.apply import performers
 from agent.host.provision.node_files import NodeRecord, is_others_candidate, root_record
 from agent.host.provision.plan import (
@@ -113,6 +113,15 @@ class Switching(Struct, frozen=True):
         began = time.monotonic()
         self._start(candidate_of(self.name))
         return max(SLOWER * (time.monotonic() - began), SHORTEST_WAIT)
+
+    def pass_images(self) -> None:
+        """Give the images of the machine's containers to its candidate: later, pods need not pull them."""
+        progress = self.reconciler.progress
+        progress(f"machine {self.name} passes the images of its containers to its candidate")
+        try:
+            pass_images(self.name, candidate_of(self.name), self._system, progress)
+        except (AgentError, OSError) as error:
+            progress(f"images are pulled again after the switch: {error}")
 
     def hold_back(self) -> None:
         """Stop the candidate. Its root file system waits for its turn."""

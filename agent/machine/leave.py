@@ -1,4 +1,5 @@
-"""Lets this machine's Node be drained, with the kubelet's identity, and says what another root would not have.
+"""Lets this machine's Node be drained, with the kubelet's identity, and says what another root would not have. Passes
+images to that.
 
 In Kubernetes 1.36 and 1.37, a node's identity may list the pods of its own Node, and evict them (NodeRules of
 bootstrappolicy; admitPodEviction of the admission plugin NodeRestriction). It may also cordon it (node_cordon.py). As
@@ -19,7 +20,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from agent.machine.kubelet import Claim, prepared_claims
-from agent.machine.notes import Owned, in_words
+from agent.machine.notes import InBackground, Owned, in_words
 from agent.machine.requests import WithdrawnError, serve
 from agent.machine.vendors import VENDORS
 from agent.model.conditions import Condition, ConditionType
@@ -46,6 +47,7 @@ from agent.model.paths import (
     CORDONED_FOR,
     CORDONED_TO_LEAVE,
     GPU_STATES_NAME,
+    IMAGES_NAME,
     LEAVE_NAME,
     LEAVING_NAME,
     MACHINE_HANDOFF_DIRECTORY,
@@ -54,7 +56,7 @@ from agent.model.paths import (
     NODE_FILES,
     STATE,
 )
-from agent.model.text import one_line, quoted
+from agent.model.text import counted, one_line, quoted
 from agent.system.api_server import ApiClient, ApiError, ConflictError, Credentials, NotFoundError
 from agent.system.files import System, mount_points
 from agent.system.journal import INFO, say
@@ -126,9 +128,14 @@ class _Work:
         self._written = 0.0
 
     @property
+    def left(self) -> float:
+        """The seconds that are left."""
+        return self._request.seconds - (time.monotonic() - self._began)
+
+    @property
     def over(self) -> bool:
         """Whether the time is up."""
-        return time.monotonic() - self._began >= self._request.seconds
+        return self.left <= 0
 
     def tell(self, end: LeaveEnd, message: str = "", **facts: Any) -> None:  # noqa: ANN401
         """Write an answer, with these fields of LeaveAnswer; the others stay."""
@@ -580,10 +587,87 @@ class _Walk:
         self._found[place] = files + 1, before + size
 
 
+# The images of this machine's containers, which go to its candidate through the pipe: the registry may want a secret
+# that only pods have, and the candidate has no network.
+
+PIPE = f"{MACHINE_HANDOFF_DIRECTORY}/{IMAGES_NAME}"
+CTR = ("ctr", "--namespace=k8s.io", "images")
+SPARE = 0.2
+"""Which part of a file system stays free. With less than 0.15, the kubelet removes images
+(imageGCHighThresholdPercent)."""
+STORE = "/var/lib"
+"""A directory on the file system that containerd has its images on, usually."""
+
+
+def _give_images(work: _Work) -> str:
+    names, missing = images_of_containers(
+        _ctr(work, "ctr", "--namespace=k8s.io", "containers", "ls"), _ctr(work, *CTR, "check")
+    )
+    lacks = f"{counted(missing, 'image')} without content (discard_unpacked_layers)"
+    if not names:
+        raise _UnableError(f"its containers have no image to pass on; {lacks}")
+    # By its transfer API, ctr 2.2.1 ends with 0 before it has written all to a reader that is slower than it is.
+    local = ["--local"] if "--local" in _ctr(work, *CTR, "export", "--help") else []
+    _through_pipe(work, ">", "export", *local, "-", *names)
+    passed = f"its candidate has {counted(len(names), 'image name')} of its containers"
+    return f"{passed}, but lacks {lacks}" if missing else passed
+
+
+def _take_images(work: _Work) -> str:
+    _through_pipe(work, "<", "import", "-")
+    return ""
+
+
+def images_of_containers(containers: str, images: str) -> tuple[list[str], int]:
+    """Return the names of containers' images, and how many images have no name with all content. Pure.
+
+    The arguments are what `ctr containers ls` and `ctr images check` print. Names that are the digest of a
+    configuration are left out, because containerd makes them itself.
+    """
+    used = {row[1] for row in _rows(containers)}
+    rows = [row for row in _rows(images) if len(row) > 3]
+    digests = {digest for name, _, digest, *_ in rows if name in used}
+    whole = {name: digest for name, _, digest, state, *_ in rows if digest in digests and state == "complete"}
+    names = sorted(name for name in whole if not name.startswith("sha256:"))
+    return names, len(digests - {whole[name] for name in names})
+
+
+def _rows(table: str) -> list[list[str]]:
+    return [line.split() for line in table.splitlines()[1:]]
+
+
+def _ctr(work: _Work, *argv: str) -> str:
+    if work.system.find_program("ctr") is None:
+        raise _UnableError("its image has no ctr")
+    return work.system.run(*argv, timeout=max(work.left, 1.0))
+
+
+def _through_pipe(work: _Work, direction: str, *arguments: str) -> None:
+    """Run ctr with the pipe as its output or input. Raises AgentError, also if the disk gets too full."""
+    script = ("sh", "-c", f'exec "$@" {direction}{PIPE}', "sh", *CTR, *arguments)
+
+    def ends() -> str:
+        try:
+            _ctr(work, *script)
+        except AgentError as error:
+            return in_words(error)
+        return ""
+
+    running = InBackground(ends)
+    while not running.ends_within(LOOK):
+        work.check()
+        if work.system.free_share(STORE) < SPARE:
+            raise AgentError(f"less than {SPARE:.0%} of the disk would be free")
+    if why := running.result():
+        raise AgentError(why)
+
+
 TASKS: Mapping[LeaveTask, Callable[[_Work], str]] = {
     LeaveTask.DRAIN: _drain,
     LeaveTask.UNCORDON: _uncordon,
     LeaveTask.LOOK: _look,
     LeaveTask.EVICT: _evict_users,
+    LeaveTask.GIVE_IMAGES: _give_images,
+    LeaveTask.TAKE_IMAGES: _take_images,
 }
 """Each returns a message for the host."""

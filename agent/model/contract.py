@@ -316,6 +316,10 @@ class LeaveTask(StrEnum):
     """Look for what another root of the machine would not have."""
     EVICT = "evict"
     """Evict the pods that were given some GPUs."""
+    GIVE_IMAGES = "give images"
+    """Write the images of the machine's containers into the pipe."""
+    TAKE_IMAGES = "take images"
+    """Take the images that come out of the pipe."""
 
 
 class LeaveRequest(NamedTuple):

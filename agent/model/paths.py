@@ -145,6 +145,8 @@ LEAVE_NAME = "leave.json"
 on the host waits for the answer."""
 LEAVING_NAME = "leaving.json"
 """A file next to the report: how far that is."""
+IMAGES_NAME = "images"
+"""A pipe next to the handoff, through which a machine gives images to its candidate while `switch` waits for that."""
 STOP_NAME = "stop"
 """A directory next to the handoff: the host stops the machine, and the machine half shuts it down by its logind."""
 STOPPING_NAME = "stopping"
@@ -362,6 +364,10 @@ def gpu_test_file(machine: str) -> str:
 
 def leave_file(machine: str) -> str:
     return f"{handoff_directory(machine)}/{LEAVE_NAME}"
+
+
+def images_pipe(machine: str) -> str:
+    return f"{handoff_directory(machine)}/{IMAGES_NAME}"
 
 
 def leaving_file(machine: str) -> str:

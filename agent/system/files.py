@@ -26,6 +26,7 @@ from agent.system.opening import (
     content,
     lock_file,
     new_file,
+    new_pipe,
     open_directory,
     open_probe,
     plain,
@@ -403,6 +404,11 @@ class System:
         status = os.statvfs(self._at(path))
         return status.f_bavail * status.f_frsize
 
+    def free_share(self, path: str) -> float:
+        """Return which part of the file system that a directory is on is free."""
+        status = os.statvfs(self._at(path))
+        return status.f_bavail / max(status.f_blocks, 1)
+
     def free_files(self, path: str) -> int:
         """Return how many files can still be made on the file system that a directory is on."""
         status = os.statvfs(self._at(path))
@@ -540,6 +546,13 @@ class System:
         """Make a symbolic link atomically. The link replaces anything but a directory."""
         with self._replacing(path) as temporary:
             os.symlink(target, temporary)
+
+    def make_pipe(self, *paths: str) -> None:
+        """Make one FIFO, which only root may open, with several paths in one file system. Nothing may be there yet."""
+        first, *others = (self._at(path, follow=False) for path in paths)
+        new_pipe(first)
+        for place in others:
+            os.link(first, place, follow_symlinks=False)
 
     @contextlib.contextmanager
     def _replacing(self, path: str) -> Iterator[str]:

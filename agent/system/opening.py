@@ -109,6 +109,11 @@ def write_existing(place: str, value: bytes) -> None:
         os.close(descriptor)
 
 
+def new_pipe(place: str) -> None:
+    """Make a FIFO, which only root may open. The agent opens none. Raises FileExistsError."""
+    os.mkfifo(place, 0o600)
+
+
 def lock_file(place: str) -> int:
     """Return a descriptor of a lock file, which no other user may open. It is made if it is missing."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

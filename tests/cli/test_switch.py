@@ -19,15 +19,18 @@ from agent.host.state.records import read_history, write_history
 from agent.host.state.switches import RECORDS, Switch
 from agent.host.switching import UNIT, begin, work
 from agent.model.conditions import ConditionType
-from agent.model.contract import LeaveTask, Lost
+from agent.model.contract import LeaveAnswer, LeaveEnd, LeaveTask, Lost, parse_leave_request, render_leave_answer
 from agent.model.errors import AgentError
 from agent.model.paths import (
     KUBELET_CERTIFICATES,
     MACHINE_ROOTS,
+    MACHINED_STATE,
     MACHINES_STATE,
     NODES,
     SWITCHES,
     identity_directory,
+    leave_file,
+    leaving_file,
     machine_root,
     machine_unit,
     nspawn_file,
@@ -201,6 +204,34 @@ def switch_fails(host: NodeHost) -> str:
     return error.value.message
 
 
+def test_a_candidate_gets_the_images_before_the_pods_are_moved(host: NodeHost, clock: Clock) -> None:
+    said = list[LeaveTask]()
+
+    def answer() -> None:
+        for name in (CANDIDATE, MACHINE):
+            if host.exists(leave_file(name)):
+                request = parse_leave_request(host.read(leave_file(name)))
+                said.append(request.task)
+                host.write(leaving_file(name), render_leave_answer(LeaveAnswer(request.id, LeaveEnd.DONE, 1.0)))
+
+    host.file(f"{MACHINED_STATE}/{CANDIDATE}")
+    clock.meanwhile = answer
+    assert switch(host) == 0
+    assert [*dict.fromkeys(said)] == ["look", "take images", "give images", "drain", "uncordon"]
+
+
+def test_nothing_is_left_to_do_for_the_candidate_while_the_machine_is_down(host: NodeHost) -> None:
+    left = list[bool]()
+
+    def look(argv: tuple[str, ...]) -> None:
+        if argv == ("systemctl", "stop", UNITS[0]):
+            left.append(host.exists(nspawn_file(CANDIDATE)))
+
+    host.tools.before = look
+    assert switch(host) == 0
+    assert left == [False]
+
+
 def test_a_node_that_is_not_ready_goes_back_by_itself(host: NodeHost, capsys: Capture) -> None:
     before, host.sick = host.link_inode(ROOT), lambda root: root == ROOT and is_new(host)
     assert switch(host) == 1
@@ -354,6 +385,21 @@ def test_the_kubelet_keeps_its_certificates_even_if_they_were_in_the_root_file_s
     assert host.read_link(f"{kept}/kubelet-client-current.pem") == "kubelet-client-1.pem"
     assert host.mode(f"{kept}/kubelet-client-1.pem") == 0o600
     assert_closed(host)
+
+
+def test_a_former_root_that_nobody_could_look_through_is_kept(host: NodeHost, clock: Clock) -> None:
+    answer, unable = answers(host), answers(host, LeaveEnd.UNABLE, message="the kubelet does not run")
+
+    def looks() -> None:
+        drained = (LeaveTask.DRAIN,) in host.runner.calls and (LeaveTask.UNCORDON,) not in host.runner.calls
+        looked = host.exists(leave_file(MACHINE)) and b"look" in host.read(leave_file(MACHINE))
+        (unable if drained and looked else answer)()
+
+    clock.meanwhile = looks
+    assert switch(host) == 0
+    found = RECORDS.read(switch_record(MACHINE), host)
+    assert found
+    assert (found.state, found.keep) == ("done", True)
 
 
 def test_what_pods_write_until_they_are_moved_keeps_the_former_root(host: NodeHost, clock: Clock) -> None:

@@ -118,6 +118,8 @@ class Machine(System):
         """May raise, like a failing disk."""
         self.before_list: Callable[[str], None] = lambda path: None
         """May raise the kernel's error for a directory, or hang."""
+        self.free = 1.0
+        """Which part of each file system is free."""
         self.digests: list[str] = []
         """Paths of files of which a digest was made."""
         self.put("/proc/sys/kernel/random/boot_id", "11111111-2222-3333-4444-555555555555\n")
@@ -154,6 +156,9 @@ class Machine(System):
     def read_untrusted(self, path: str, limit: int = READ_LIMIT) -> tuple[bytes, float]:
         self.before_read(path)
         return super().read_untrusted(path, limit)
+
+    def free_share(self, path: str) -> float:
+        return self.free
 
     def digest(self, path: str) -> str:
         self.digests.append(path)

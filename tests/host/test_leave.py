@@ -1,7 +1,9 @@
 """The host's side of a machine's drain, with machines that answer in time, late, never, or wrongly."""
 
 import json
+import os
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from agent.host.leave import (
     evict,
     lines,
     parse_answer,
+    pass_images,
     uncordon,
     unsaved,
     was_drained,
@@ -34,8 +37,10 @@ from agent.model.contract import (
 from agent.model.errors import AgentError, DocumentError
 from agent.model.paths import (
     MACHINED_STATE,
+    candidate_of,
     drained_file,
     handoff_directory,
+    images_pipe,
     leave_file,
     leave_lock_file,
     leaving_file,
@@ -123,6 +128,20 @@ def test_a_machine_that_never_begins_is_left_as_it_was(host: Host, clock: Clock)
     assert BEGIN - 5 < clock.passed < BEGIN + 3
     assert not host.exists(drained_file(MACHINE))
     assert not host.exists(leave_file(MACHINE))
+
+
+def test_a_request_that_a_machine_misses_is_written_again(host: Host, clock: Clock) -> None:
+    """systemd does not watch the file while the service ends, which an earlier request has started."""
+    missed = list[int | None]()
+
+    def misses_the_first() -> None:
+        missed.append(host.link_inode(leave_file(MACHINE)))
+        if missed[-1] != missed[0]:
+            says(host, answer())()
+
+    clock.meanwhile = misses_the_first
+    drain(MACHINE, host, print, 60)
+    assert clock.passed < 10
 
 
 def test_a_machine_that_has_just_booted_has_longer_to_begin(host: Host, clock: Clock) -> None:
@@ -249,3 +268,80 @@ def test_what_is_lost(host: Host, clock: Clock) -> None:
 def test_what_is_not_given_up(given_up: tuple[str, ...], left: list[str]) -> None:
     found = unsaved((Lost("/srv", 1, 1), DATA), given_up)
     assert [each.path for each in found] == left
+
+
+# Images for a machine's candidate.
+
+CANDIDATE = candidate_of(MACHINE)
+
+
+@pytest.fixture
+def pair(host: Host) -> Host:
+    """The host, on which the machine's candidate runs too."""
+    host.file(f"{MACHINED_STATE}/{CANDIDATE}")
+    host.make_directory(handoff_directory(CANDIDATE))
+    return host
+
+
+def asked(host: Host, name: str) -> LeaveTask | None:
+    path = leave_file(name)
+    return parse_leave_request(host.read(path)).task if host.exists(path) else None
+
+
+def answers(host: Host, name: str, end: LeaveEnd, message: str = "") -> None:
+    if host.exists(leave_file(name)):
+        request = parse_leave_request(host.read(leave_file(name)))
+        host.write(leaving_file(name), render_leave_answer(LeaveAnswer(request.id, end, 1.0, message)))
+
+
+def test_images_go_through_one_pipe_that_both_machines_have(pair: Host, clock: Clock) -> None:
+    said, seen = list[str](), list[tuple[LeaveTask | None, LeaveTask | None]]()
+
+    def meanwhile() -> None:
+        ours, theirs = (os.lstat(pair.full_path(images_pipe(each))) for each in (MACHINE, CANDIDATE))
+        assert (ours.st_ino, ours.st_mode) == (theirs.st_ino, stat.S_IFIFO | 0o600)
+        seen.append((asked(pair, CANDIDATE), asked(pair, MACHINE)))
+        answers(pair, CANDIDATE, LeaveEnd.WORKING if len(seen) < 4 else LeaveEnd.DONE)
+        answers(pair, MACHINE, LeaveEnd.DONE, "its candidate has 2 image names")
+
+    clock.meanwhile = meanwhile
+    pass_images(MACHINE, CANDIDATE, pair, said.append)
+    assert seen[0] == (LeaveTask.TAKE_IMAGES, None), "nobody writes to a pipe that nobody reads"
+    assert seen[1] == (LeaveTask.TAKE_IMAGES, LeaveTask.GIVE_IMAGES)
+    assert said == [f"machine {MACHINE}: its candidate has 2 image names"]
+    assert not any(pair.exists(each(name)) for each in (leave_file, images_pipe) for name in (MACHINE, CANDIDATE))
+
+
+@pytest.mark.parametrize("fails", [MACHINE, CANDIDATE])
+def test_a_machine_that_fails_keeps_the_other_one_not_waiting(pair: Host, clock: Clock, fails: str) -> None:
+    def meanwhile() -> None:
+        for name in (CANDIDATE, MACHINE):
+            late = name == CANDIDATE and not asked(pair, MACHINE)
+            answers(pair, name, LeaveEnd.FAILED if name == fails and not late else LeaveEnd.WORKING, "the disk is full")
+
+    clock.meanwhile = meanwhile
+    with pytest.raises(AgentError, match="the disk is full"):
+        pass_images(MACHINE, CANDIDATE, pair, print)
+    assert clock.passed < 5
+    assert not any(pair.exists(each(name)) for each in (leave_file, images_pipe) for name in (MACHINE, CANDIDATE))
+
+
+def test_a_candidate_that_takes_nothing_leaves_the_machine_alone(pair: Host, clock: Clock) -> None:
+    clock.meanwhile = lambda: answers(pair, MACHINE, LeaveEnd.DONE)
+    with pytest.raises(CannotLeaveError, match=f"machine {CANDIDATE} has not answered"):
+        pass_images(MACHINE, CANDIDATE, pair, print)
+    assert not pair.exists(leaving_file(MACHINE))
+
+
+def test_what_a_machine_put_in_the_place_of_the_pipe_makes_way(pair: Host, clock: Clock) -> None:
+    pair.file(f"{images_pipe(MACHINE)}/planted")
+    pair.symlink(images_pipe(CANDIDATE), "/etc/shadow")
+    pair.file("/etc/shadow", "secret")
+
+    def meanwhile() -> None:
+        for name in (CANDIDATE, MACHINE):
+            answers(pair, name, LeaveEnd.DONE)
+
+    clock.meanwhile = meanwhile
+    pass_images(MACHINE, CANDIDATE, pair, print)
+    assert pair.read("/etc/shadow") == b"secret"

@@ -1,15 +1,16 @@
 """The drain of the Node by the machine, and the look for what another root would not have, with an API server."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from agent.dra.claims import ClaimReference, PreparedDevice, render_checkpoint
 from agent.machine import leave
-from agent.machine.leave import ANSWER, REQUEST, fold, is_volume, must_leave
+from agent.machine.leave import ANSWER, PIPE, REQUEST, fold, is_volume, must_leave
 from agent.machine.notes import Owned
 from agent.model.contract import (
     LOST_LIMIT,
@@ -33,6 +34,7 @@ from agent.model.paths import (
     NODE_CORDON_MARK,
     NODE_FILES,
 )
+from agent.system.process import Completed
 from tests.fakes.api_server import NODES, failure
 from tests.fakes.clock import Clock
 from tests.fakes.machine import GPUS
@@ -453,3 +455,105 @@ def test_a_look_that_does_not_see_all_fails(made: Node) -> None:
 def test_a_root_of_somebody_else_is_not_looked_at(made: Node) -> None:
     made.drop(NODE_FILES)
     assert ask(made, LeaveTask.LOOK)["end"] == "unable"
+
+
+# The images of its containers, for its candidate.
+
+DIGEST = "sha256:" + "ab" * 32
+CONTAINERS = "CONTAINER    IMAGE    RUNTIME\n0a    registry.invalid/web:1    io.containerd.runc.v2\n0b    -    x\n"
+IMAGES = f"""REF TYPE DIGEST STATUS SIZE UNPACKED
+registry.invalid/web:1 application/x {DIGEST} complete (2/2) 8.9 MiB/8.9 MiB true
+registry.invalid/web@{DIGEST} application/x {DIGEST} complete (2/2) 8.9 MiB/8.9 MiB true
+sha256:{"cd" * 32} application/x {DIGEST} complete (2/2) 8.9 MiB/8.9 MiB true
+registry.invalid/unused:1 application/x sha256:{"12" * 32} complete (2/2) 8.9 MiB/8.9 MiB true
+"""
+WITHOUT_CONTENT = IMAGES.replace("complete (2/2) 8.9 MiB", "incomplete (1/2) 0.1 MiB")
+
+
+def containerd(
+    node: Node, images: str = IMAGES, through_pipe: Callable[[], int] = lambda: 0, options: str = ""
+) -> list[str]:
+    """Let containerd have these images. Return the commands that use the pipe."""
+    used = list[str]()
+
+    def ctr(argv: tuple[str, ...]) -> Completed:
+        assert argv[1] == "--namespace=k8s.io"
+        said = {"containers": CONTAINERS, "check": images, "export": options}
+        return Completed(0, said[argv[2] if argv[2] in said else argv[3]].encode(), b"")
+
+    def shell(argv: tuple[str, ...]) -> Completed:
+        used.append(" ".join((argv[2], *argv[4:])))
+        return Completed(through_pipe(), b"", b"no space")
+
+    node.program("ctr", ctr)
+    node.program("sh", shell)
+    return used
+
+
+def test_the_images_of_containers_go_through_the_pipe_by_all_their_names(node: Node) -> None:
+    used = containerd(node)
+    answer = ask(node, LeaveTask.GIVE_IMAGES)
+    assert (answer["end"], answer["message"]) == ("done", "its candidate has 2 image names of its containers")
+    names = f"registry.invalid/web:1 registry.invalid/web@{DIGEST}"
+    assert used == [f'exec "$@" >{PIPE} ctr --namespace=k8s.io images export - {names}']
+
+
+def test_ctr_writes_all_before_it_ends(node: Node) -> None:
+    used = containerd(node, options="   --local      Run export locally rather than through transfer API\n")
+    assert ask(node, LeaveTask.GIVE_IMAGES)["end"] == "done"
+    assert "images export --local - registry.invalid/web:1" in used[0]
+
+
+def test_a_candidate_takes_what_comes_through_the_pipe(node: Node) -> None:
+    used = containerd(node)
+    assert ask(node, LeaveTask.TAKE_IMAGES)["end"] == "done"
+    assert used == [f'exec "$@" <{PIPE} ctr --namespace=k8s.io images import -']
+
+
+def test_images_without_content_are_not_waited_for(node: Node) -> None:
+    used = containerd(node, WITHOUT_CONTENT)
+    answer = ask(node, LeaveTask.GIVE_IMAGES)
+    assert answer["end"] == "unable"
+    assert "1 image without content (discard_unpacked_layers)" in answer["message"]
+    assert not used
+    both = f"registry.invalid/old:1 application/x sha256:{'34' * 32} unavailable (0/?) 0.0 B/? false\n"
+    containers = f"{CONTAINERS}0c    registry.invalid/old:1    x\n"
+    assert leave.images_of_containers(containers, IMAGES + both) == (
+        ["registry.invalid/web:1", f"registry.invalid/web@{DIGEST}"],
+        1,
+    )
+
+
+def test_an_image_without_ctr_passes_nothing_on(node: Node) -> None:
+    containerd(node)
+    node.drop("/usr/bin/ctr")
+    assert ask(node, LeaveTask.GIVE_IMAGES)["message"] == "its image has no ctr"
+
+
+def test_why_images_were_not_taken_is_said(node: Node) -> None:
+    containerd(node, through_pipe=lambda: 1)
+    answer = ask(node, LeaveTask.TAKE_IMAGES)
+    assert (answer["end"], "no space" in answer["message"]) == ("failed", True)
+
+
+def test_images_do_not_fill_the_disk(node: Node) -> None:
+    over = Event()
+    containerd(node, through_pipe=lambda: int(over.wait(20)))
+    node.free = 0.1
+    answer = ask(node, LeaveTask.TAKE_IMAGES)
+    over.set()
+    assert (answer["end"], answer["message"]) == ("failed", "less than 20% of the disk would be free")
+
+
+def test_a_wait_at_the_pipe_ends_when_the_host_withdraws_its_request(node: Node) -> None:
+    """Otherwise, nothing could drain the machine meanwhile."""
+    over = Event()
+
+    def waits() -> int:
+        node.drop(REQUEST)
+        return int(over.wait(20))
+
+    containerd(node, through_pipe=waits)
+    node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.GIVE_IMAGES, 60.0)))
+    assert leave.run(node) == 1
+    over.set()

@@ -216,7 +216,8 @@ PathExists={CERTIFICATE}
 JOINED_SERVICE = """\
 [Unit]
 Description=This node has joined its cluster
-
+# A node that boots again has its certificate: until its kubelet starts, to ask would only slow the boot.
+After=kubelet.service
 StartLimitIntervalSec=0
 
 [Service]

@@ -184,6 +184,12 @@ sandbox_image = "{PAUSE}"
 mirrors = {{ "registry.invalid" = ["{self.pod_registry.url(HOST_FROM_GUEST)}"] }}
 """
 
+    def push_again(self) -> str:
+        """Push the machine's image by another name, and return that as a node's settings have it."""
+        repository = f"nodes/{CONTAINERFILE}-next"
+        self.registry.push(machine_image(), repository)
+        return f"docker://{self.registry.name(repository, address=HOST_FROM_GUEST)}"
+
     def _write_secrets(self) -> None:
         token = self.control_plane.bootstrap_token()
         self.guest.write(TOKEN, token.encode(), 0o600)

@@ -12,6 +12,7 @@ from integration.bed import wheels
 from integration.bed.cache import step
 from integration.bed.cluster.cluster import Cluster
 from integration.bed.cluster.cluster_command import make_ready
+from integration.bed.cluster.empty_host import EmptyHost
 from integration.bed.machine.machine_image import machines_disk
 from integration.bed.measure import history
 from integration.bed.measure.bench_dra import measure_dra
@@ -21,6 +22,7 @@ from integration.bed.measure.bench_live import measure_commands, measure_hotplug
 from integration.bed.measure.bench_pods import measure_pod_start
 from integration.bed.measure.bench_script import Measures, numbers, script, seconds
 from integration.bed.measure.bench_staging import measure_staging
+from integration.bed.measure.bench_switch import measure_new_settings
 from integration.bed.measure.pairs import compared, disturbed
 from integration.bed.vm.guest import Guest
 from integration.bed.vm.host_image import host_image
@@ -102,6 +104,8 @@ def _run() -> Iterator[tuple[str, float | int | str]]:
             yield from measure_hotplug(host, PAIRS).items()
         with step("the plain recipe on the split layout"):
             yield "recipe_on_split_layout", recipe_on_split_layout(host.guest)
+    with EmptyHost() as host, step("a node's switch to another root file system"):
+        yield from measure_new_settings(host).items()
     with SimulatedHost(host_image(dependencies), machines) as host:
         make_ready(host, CONFIGURATION)
         with Cluster(host) as cluster, step("pods by the device plugin and by Dynamic Resource Allocation"):
