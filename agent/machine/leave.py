@@ -637,29 +637,33 @@ def _rows(table: str) -> list[list[str]]:
 
 
 def _ctr(work: _Work, *argv: str) -> str:
+    """Run a command that uses ctr, and return what it prints. Raises an error, also if the disk gets too full.
+
+    Meanwhile, the host hears that the machine works, and may withdraw its request: a containerd that hangs must not keep
+    a drain waiting.
+    """
     if work.system.find_program("ctr") is None:
         raise _UnableError("its image has no ctr")
-    return work.system.run(*argv, timeout=max(work.left, 1.0))
 
-
-def _through_pipe(work: _Work, direction: str, *arguments: str) -> None:
-    """Run ctr with the pipe as its output or input. Raises AgentError, also if the disk gets too full."""
-    script = ("sh", "-c", f'exec "$@" {direction}{PIPE}', "sh", *CTR, *arguments)
-
-    def ends() -> str:
+    def ends() -> str | Exception:
         try:
-            _ctr(work, *script)
-        except AgentError as error:
-            return in_words(error)
-        return ""
+            return work.system.run(*argv, timeout=max(work.left, 1.0))
+        except Exception as error:
+            return error
 
     running = InBackground(ends)
     while not running.ends_within(LOOK):
         work.check()
         if work.system.free_share(STORE) < SPARE:
             raise AgentError(f"less than {SPARE:.0%} of the disk would be free")
-    if why := running.result():
-        raise AgentError(why)
+    if isinstance(printed := running.result(), Exception):
+        raise printed
+    return printed
+
+
+def _through_pipe(work: _Work, direction: str, *arguments: str) -> None:
+    """Run ctr with the pipe as its output or input."""
+    _ctr(work, "sh", "-c", f'exec "$@" {direction}{PIPE}', "sh", *CTR, *arguments)
 
 
 TASKS: Mapping[LeaveTask, Callable[[_Work], str]] = {

@@ -557,3 +557,21 @@ def test_a_wait_at_the_pipe_ends_when_the_host_withdraws_its_request(node: Node)
     node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.GIVE_IMAGES, 60.0)))
     assert leave.run(node) == 1
     over.set()
+
+
+def test_a_containerd_that_hangs_keeps_no_drain_waiting(node: Node) -> None:
+    """Whatever ctr is asked for: the machine says that it works, and ends when the host withdraws its request."""
+    over = Event()
+
+    def hangs(argv: tuple[str, ...]) -> Completed:
+        node.drop(REQUEST)
+        over.wait(10)
+        return Completed(0, b"", b"")
+
+    containerd(node)
+    node.program("ctr", hangs)
+    node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.GIVE_IMAGES, 60.0)))
+    try:
+        assert leave.run(node) == 1
+    finally:
+        over.set()
