@@ -15,7 +15,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from agent.host.apply.driver_roots import make_way
-from agent.host.apply.steps import publish_documents
+from agent.host.apply.steps import AGAIN, publish_documents, publish_request
 from agent.host.state.locks import locked
 from agent.host.verify.answers import MACHINE_SAYS
 from agent.model.contract import (
@@ -46,9 +46,6 @@ from agent.system.trust import read_seen
 
 BEGIN = 30.0
 """Seconds in which a machine must begin."""
-AGAIN = 5.0
-"""Seconds after which a request that was not begun is written again. systemd watches the file only while the machine's
-service does not run (path_enter_running in path.c): it misses a request that comes while an earlier one ends."""
 SILENT = 60.0
 """Seconds after which a machine that has begun must say that it still works."""
 MARGIN = 60.0
@@ -229,9 +226,8 @@ class _Waiting(Struct):
 
     def publish(self) -> None:
         """Write the request, also if it is there already. Raises CannotLeaveError."""
-        documents, self.published = {self.machine: render_leave_request(self.request)}, time.monotonic()
-        failures = publish_documents(self.system, leave_file, documents, (self.machine,), same=lambda *_: False)
-        if failures:
+        self.published = time.monotonic()
+        if failures := publish_request(self.system, leave_file, self.machine, render_leave_request(self.request)):
             raise CannotLeaveError("; ".join(failures))
 
     def answer(self) -> LeaveAnswer:

@@ -639,8 +639,8 @@ def _rows(table: str) -> list[list[str]]:
 def _ctr(work: _Work, *argv: str) -> str:
     """Run a command that uses ctr, and return what it prints. Raises an error, also if the disk gets too full.
 
-    Meanwhile, the host hears that the machine works, and may withdraw its request: a containerd that hangs must not keep
-    a drain waiting.
+    Meanwhile, the host hears that the machine works, and may withdraw its request: a containerd that hangs must not
+    keep a drain waiting.
     """
     if work.system.find_program("ctr") is None:
         raise _UnableError("its image has no ctr")
