@@ -13,7 +13,18 @@ from agent.cli.output import print_machines
 from agent.cli.printing import confirm, report_failures, say
 from agent.host.allocation import CORDONED, UNSCHEDULABLE, cordon, recorded_node
 from agent.host.joining import Watch
-from agent.host.leave import CannotLeaveError, NoAnswerError, drain, lines, uncordon, unsaved, was_drained, what_is_lost
+from agent.host.leave import (
+    CannotLeaveError,
+    NoAnswerError,
+    doubt_cordon,
+    drain,
+    is_cordoned,
+    lines,
+    uncordon,
+    unsaved,
+    was_drained,
+    what_is_lost,
+)
 from agent.host.observe.machine import observe_joined
 from agent.host.provision.apply import STOP_LIMIT
 from agent.host.provision.plan import NodeStep
@@ -323,8 +334,12 @@ def _uncordon_itself(name: str, reconciler: Reconciler, not_yet: str) -> tuple[s
     try:
         said = uncordon(name, reconciler.system, reconciler.progress)
     except NoAnswerError as error:
-        # Perhaps an interrupted `stop` cordoned nothing. Without an answer, nobody can tell.
         node = observe_joined(name, reconciler.system) or "NODE"
+        if is_cordoned(name, reconciler.system):
+            # Only once: with such an image, each later start would fail.
+            doubt_cordon(name, reconciler.system)
+            return (f"{error}; node {node} is still cordoned: run `kubectl uncordon {node}`",)
+        # Perhaps an interrupted `stop` cordoned nothing. Without an answer, nobody can tell.
         reconciler.progress(f"{error}; if node {node} is still cordoned, run `kubectl uncordon {node}`")
         return ()
     except (AgentError, OSError) as error:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from agent.host.apply.steps import publish_documents
+from agent.host.apply.steps import AGAIN, publish_documents, publish_request
 from agent.host.detach import Timing, find_gpu
 from agent.host.reconcile import Reconciler
 from agent.host.state.gpus import record_fault, record_test, record_testing
@@ -173,6 +173,10 @@ class _Tests(Struct):
     """When each machine last said something new, by CLOCK_MONOTONIC."""
     asked: float = 0.0
     """When all were asked."""
+    requests: dict[str, bytes] = field(default_factory=dict)
+    """By machine."""
+    published: float = 0.0
+    """When they were last written."""
 
     @property
     def _machines(self) -> list[str]:
@@ -189,20 +193,27 @@ class _Tests(Struct):
         if any(self.reconciler.config.machines[name].allocation == DRA for name in names):
             self.reconciler.progress(f"waiting {self.timing.taint:.0f} s until no new pod gets the GPUs")
             time.sleep(self.timing.taint)
-        requests = {}
         for name in names:
             gpus = tuple(_link(system, address) for address, place in self.places.items() if place == name)
-            requests[name] = render_test_request(self.request._replace(gpus=gpus))
+            self.requests[name] = render_test_request(self.request._replace(gpus=gpus))
         self.asked = time.monotonic()
         self.heard = dict.fromkeys(names, self.asked)
-        if failures := publish_documents(system, gpu_test_file, requests, names):
-            raise AgentError("; ".join(failures))
+        self._publish(names)
         self.reconciler.wait(self._look, math.inf, self.timing.poll)
+
+    def _publish(self, names: Iterable[str]) -> None:
+        """Write machines' requests, also if they are there already. One that cannot get its own stops no other."""
+        self.published = time.monotonic()
+        for name in names:
+            if failures := publish_request(self.reconciler.system, gpu_test_file, name, self.requests[name]):
+                self.problems[name] = failures[0]
 
     def _look(self) -> tuple[None, str]:
         for name in self._machines:
             if name not in self.problems:
                 self._read(name)
+        if time.monotonic() - self.published >= AGAIN:
+            self._publish(set(self._machines) - self.began - self.problems.keys())
         waits = [name for name in self._machines if name not in self.problems]
         tested = {address for address, *_ in self.results}
         left = [address for address, name in self.places.items() if name in waits and address not in tested]

@@ -9,13 +9,13 @@ import posixpath
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 from msgspec import Struct
 
 from agent.host.apply.driver_roots import make_way
-from agent.host.apply.steps import publish_documents
+from agent.host.apply.steps import AGAIN, publish_documents, publish_request
 from agent.host.state.locks import locked
 from agent.host.verify.answers import MACHINE_SAYS
 from agent.model.contract import (
@@ -46,9 +46,6 @@ from agent.system.trust import read_seen
 
 BEGIN = 30.0
 """Seconds in which a machine must begin."""
-AGAIN = 5.0
-"""Seconds after which a request that was not begun is written again. systemd watches the file only while the machine's
-service does not run (path_enter_running in path.c): it misses a request that comes while an earlier one ends."""
 SILENT = 60.0
 """Seconds after which a machine that has begun must say that it still works."""
 MARGIN = 60.0
@@ -60,6 +57,8 @@ LOOK_LIMIT = 300.0
 """Seconds for a look at all files of a root, which others read and write meanwhile."""
 IMAGES_LIMIT = 900.0
 """Seconds in which a machine's images go to its candidate, while its pods run on."""
+MAY_BE_CORDONED, IS_CORDONED = b"asked\n", b"drained\n"
+"""What the note of a drain says of the node."""
 SHOWN = 3
 """How many waiting pods a message names."""
 
@@ -84,13 +83,17 @@ def drain(machine: str, system: System, progress: Progress, limit: float) -> Non
     noted = system.exists(drained_file(machine))
     _refuse_stopped(machine, system)
     # First: the machine may cordon its node even if this process is killed.
-    system.write(drained_file(machine), f"{machine}\n".encode(), 0o600)
+    if not noted:
+        system.write(drained_file(machine), MAY_BE_CORDONED, 0o600)
     try:
         _ask(machine, system, progress, LeaveTask.DRAIN, limit)
     except CannotLeaveError:
         if not noted:
             system.remove(drained_file(machine))
         raise
+    # On a full disk, the cordon only counts as uncertain.
+    with suppress(OSError):
+        system.write(drained_file(machine), IS_CORDONED, 0o600)
 
 
 def was_drained(machine: str, system: System) -> bool:
@@ -106,6 +109,17 @@ def uncordon(machine: str, system: System, progress: Progress) -> str:
     said = _ask(machine, system, progress, LeaveTask.UNCORDON, UNCORDON_LIMIT).message
     system.remove(drained_file(machine))
     return said
+
+
+def is_cordoned(machine: str, system: System) -> bool:
+    """Return whether it is certain that the machine has cordoned its node."""
+    return system.read(drained_file(machine)) == IS_CORDONED
+
+
+def doubt_cordon(machine: str, system: System) -> None:
+    """Note that the node may have been uncordoned by hand, of which the agent learns nothing."""
+    with suppress(OSError):
+        system.write(drained_file(machine), MAY_BE_CORDONED, 0o600)
 
 
 def evict(machine: str, gpus: Iterable[str], system: System, progress: Progress, limit: float) -> None:
@@ -229,9 +243,8 @@ class _Waiting(Struct):
 
     def publish(self) -> None:
         """Write the request, also if it is there already. Raises CannotLeaveError."""
-        documents, self.published = {self.machine: render_leave_request(self.request)}, time.monotonic()
-        failures = publish_documents(self.system, leave_file, documents, (self.machine,), same=lambda *_: False)
-        if failures:
+        self.published = time.monotonic()
+        if failures := publish_request(self.system, leave_file, self.machine, render_leave_request(self.request)):
             raise CannotLeaveError("; ".join(failures))
 
     def answer(self) -> LeaveAnswer:

@@ -80,6 +80,7 @@ class Switching(Struct, frozen=True):
         return (
             *(each.describe() for each in steps),
             first,
+            f"pass the images of machine {self.name}'s containers to machine {candidate_of(self.name)}",
             f"stop machine {candidate_of(self.name)}",
             f"move the pods of machine {self.name} to other nodes",
             f"stop machine {self.name}",

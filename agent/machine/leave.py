@@ -41,7 +41,7 @@ from agent.model.contract import (
 )
 from agent.model.errors import AgentError, DocumentError
 from agent.model.handoff import SIZE_LIMIT
-from agent.model.json_document import parse_object
+from agent.model.json_document import get, parse_object
 from agent.model.paths import (
     CONDITIONS_NAME,
     CORDONED_FOR,
@@ -587,30 +587,36 @@ class _Walk:
         self._found[place] = files + 1, before + size
 
 
-# The images of this machine's containers, which go to its candidate through the pipe: the registry may want a secret
-# that only pods have, and the candidate has no network.
+# The images of this machine's containers, which go to its candidate through the pipe: the candidate has no network.
+# Those that need a secret are left out.
 
 PIPE = f"{MACHINE_HANDOFF_DIRECTORY}/{IMAGES_NAME}"
 CTR = ("ctr", "--namespace=k8s.io", "images")
 SPARE = 0.2
 """Which part of a file system stays free. With less than 0.15, the kubelet removes images
 (imageGCHighThresholdPercent)."""
+PULLED = "/var/lib/kubelet/image_manager/pulled"
+"""The kubelet's records of the images that it has pulled, at their usual place."""
 STORE = "/var/lib"
 """A directory on the file system that containerd has its images on, usually."""
 
 
 def _give_images(work: _Work) -> str:
-    names, missing = images_of_containers(
-        _ctr(work, "ctr", "--namespace=k8s.io", "containers", "ls"), _ctr(work, *CTR, "check")
+    names, missing, withheld = images_of_containers(
+        _ctr(work, "ctr", "--namespace=k8s.io", "containers", "ls"),
+        _ctr(work, *CTR, "check"),
+        {*_images_of_some_pods(work.system)},
     )
-    lacks = f"{counted(missing, 'image')} without content (discard_unpacked_layers)"
+    without = f"{counted(missing, 'image')} without content (discard_unpacked_layers)" if missing else ""
+    secret = f"{counted(withheld, 'image')} that not all pods may use" if withheld else ""
+    lacks = " and ".join(filter(None, (without, secret)))
     if not names:
-        raise _UnableError(f"its containers have no image to pass on; {lacks}")
+        raise _UnableError("its containers have no image to pass on" + (f": {lacks}" if lacks else ""))
     # By its transfer API, ctr 2.2.1 ends with 0 before it has written all to a reader that is slower than it is.
     local = ["--local"] if "--local" in _ctr(work, *CTR, "export", "--help") else []
     _through_pipe(work, ">", "export", *local, "-", *names)
     passed = f"its candidate has {counted(len(names), 'image name')} of its containers"
-    return f"{passed}, but lacks {lacks}" if missing else passed
+    return f"{passed}, but lacks {lacks}" if lacks else passed
 
 
 def _take_images(work: _Work) -> str:
@@ -618,18 +624,35 @@ def _take_images(work: _Work) -> str:
     return ""
 
 
-def images_of_containers(containers: str, images: str) -> tuple[list[str], int]:
-    """Return the names of containers' images, and how many images have no name with all content. Pure.
+def _images_of_some_pods(system: System) -> Iterator[str]:
+    """Yield the ids of images that the kubelet lets only pods with certain credentials use. Raises an error.
 
-    The arguments are what `ctr containers ls` and `ctr images check` print. Names that are the digest of a
-    configuration are left out, because containerd makes them itself.
+    Since Kubernetes 1.35, it records that (pkg/kubelet/images/pullmanager). Without a record, as in a new root, all
+    pods may use an image that is there (NeverVerifyPreloadedImages, the default).
+    """
+    for name in system.entries(PULLED) if system.is_directory(PULLED) else ():
+        if name.endswith(".tmp"):
+            continue
+        record = parse_object(name, system.read(f"{PULLED}/{name}", SIZE_LIMIT))
+        by_name = (record.get("credentialMapping") or {}).values()
+        if not by_name or not all(each.get("nodePodsAccessible") is True for each in by_name):
+            yield get(name, record, "imageRef", str)
+
+
+def images_of_containers(containers: str, images: str, of_some: Collection[str]) -> tuple[list[str], int, int]:
+    """Return the names of containers' images, how many have no name with all content, and how many are withheld. Pure.
+
+    The first two arguments are what `ctr containers ls` and `ctr images check` print; the third are ids of images to
+    withhold. An id is the digest of a configuration. Names that are one are left out: containerd makes them itself.
     """
     used = {row[1] for row in _rows(containers)}
     rows = [row for row in _rows(images) if len(row) > 3]
     digests = {digest for name, _, digest, *_ in rows if name in used}
-    whole = {name: digest for name, _, digest, state, *_ in rows if digest in digests and state == "complete"}
+    withheld = digests & {digest for name, _, digest, *_ in rows if name in of_some or digest in of_some}
+    given = digests - withheld
+    whole = {name: digest for name, _, digest, state, *_ in rows if digest in given and state == "complete"}
     names = sorted(name for name in whole if not name.startswith("sha256:"))
-    return names, len(digests - {whole[name] for name in names})
+    return names, len(given - {whole[name] for name in names}), len(withheld)
 
 
 def _rows(table: str) -> list[list[str]]:
@@ -637,29 +660,33 @@ def _rows(table: str) -> list[list[str]]:
 
 
 def _ctr(work: _Work, *argv: str) -> str:
+    """Run a command that uses ctr, and return what it prints. Raises an error, also if the disk gets too full.
+
+    Meanwhile, the host hears that the machine works, and may withdraw its request: a containerd that hangs must not
+    keep a drain waiting.
+    """
     if work.system.find_program("ctr") is None:
         raise _UnableError("its image has no ctr")
-    return work.system.run(*argv, timeout=max(work.left, 1.0))
 
-
-def _through_pipe(work: _Work, direction: str, *arguments: str) -> None:
-    """Run ctr with the pipe as its output or input. Raises AgentError, also if the disk gets too full."""
-    script = ("sh", "-c", f'exec "$@" {direction}{PIPE}', "sh", *CTR, *arguments)
-
-    def ends() -> str:
+    def ends() -> str | Exception:
         try:
-            _ctr(work, *script)
-        except AgentError as error:
-            return in_words(error)
-        return ""
+            return work.system.run(*argv, timeout=max(work.left, 1.0))
+        except Exception as error:
+            return error
 
     running = InBackground(ends)
     while not running.ends_within(LOOK):
         work.check()
         if work.system.free_share(STORE) < SPARE:
             raise AgentError(f"less than {SPARE:.0%} of the disk would be free")
-    if why := running.result():
-        raise AgentError(why)
+    if isinstance(printed := running.result(), Exception):
+        raise printed
+    return printed
+
+
+def _through_pipe(work: _Work, direction: str, *arguments: str) -> None:
+    """Run ctr with the pipe as its output or input."""
+    _ctr(work, "sh", "-c", f'exec "$@" {direction}{PIPE}', "sh", *CTR, *arguments)
 
 
 TASKS: Mapping[LeaveTask, Callable[[_Work], str]] = {

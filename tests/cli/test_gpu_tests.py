@@ -35,6 +35,7 @@ from agent.model.handoff import HealthAnswer, Report
 from agent.model.paths import (
     GPU_TESTS_NAME,
     PCI_DEVICES,
+    REMOVED,
     gpu_states_file,
     gpu_test_file,
     handoff_file,
@@ -335,6 +336,34 @@ def test_silence_says_nothing_about_a_gpu(
     assert seconds - 1 <= sum(clock.slept) - 5 <= seconds + 10
     assert (judged(site, FIRST)[0], judged(site)[0]) == (Verdict.HEALTHY, Verdict.HEALTHY)
     assert observe_gpus(site.host).tests == {}
+
+
+def test_a_request_that_a_machine_misses_is_written_again(site: Site, clock: Clock) -> None:
+    """systemd does not watch the file while the service ends, which an earlier test has started."""
+    missed = list[int | None]()
+
+    def misses_the_first() -> None:
+        missed.append(site.host.link_inode(REQUEST))
+        if missed[-1] == missed[0]:
+            site.meanwhile.insert(0, misses_the_first)
+        else:
+            says(site, result())()
+
+    site.meanwhile = [lambda: None, misses_the_first]
+    clock.least = 1.0
+    assert ends(site, SECOND) == [(SECOND, GpuTestEnd.PASSED)]
+    assert clock.passed < 20
+
+
+def test_a_machine_that_blocks_its_own_request_is_not_tested(site: Site) -> None:
+    """And nothing else happens: other machines' GPUs are tested all the same."""
+    site.host.file(f"{REQUEST}/planted")
+    site.host.remove_tree(REMOVED)
+    site.host.file(REMOVED)
+    (tried,) = run_tests([SECOND], 5.0, False, site.agent, FAST)
+    assert tried.end is GpuTestEnd.NOT_RUN
+    assert f"cannot update {REQUEST}" in tried.results[0].message
+    assert state(site)[1] is Effect.NONE
 
 
 def test_a_gpu_of_which_not_all_parts_were_tested_has_not_passed(site: Site) -> None:

@@ -242,6 +242,19 @@ def test_a_machine_that_does_not_answer_after_its_start_has_started(
     assert host.exists(drained_file(MACHINE)), "a later image may answer"
 
 
+def test_a_node_that_was_drained_and_whose_new_root_does_not_answer_is_reported_once(
+    host: NodeHost, agent: Reconciler, clock: Clock, capsys: Capture
+) -> None:
+    """For example after a switch to an older image. Nobody says when the node was uncordoned by hand."""
+    clock.meanwhile = answers(host)
+    assert command(agent, f"stop {MACHINE}") == 0
+    host.file(f"{MACHINED_STATE}/{MACHINE}")
+    clock.meanwhile = lambda: None
+    assert command(agent, f"start {MACHINE}") == 1
+    assert f"node {NODE} is still cordoned: run `kubectl uncordon {NODE}`" in capsys.readouterr().err
+    assert command(agent, f"start {MACHINE}") == 0
+
+
 @pytest.mark.parametrize("why", ["does not run", "has not answered for 30 s", "machine says: no kubelet"])
 def test_pods_end_with_a_machine_that_has_no_node_or_an_older_agent(
     host: NodeHost, agent: Reconciler, clock: Clock, why: str

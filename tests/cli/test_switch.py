@@ -98,7 +98,9 @@ def test_a_node_gets_another_root_file_system(host: NodeHost, capsys: Capture) -
     record_test(host, gpu, "passed", (), MACHINE, "550.163.01")
     assert switch(host, "--dry-run") == 0
     said = capsys.readouterr().out
-    assert f"would start machine {CANDIDATE}, and wait until it is ready\nwould stop machine {CANDIDATE}\n" in said
+    passes = f"would pass the images of machine {MACHINE}'s containers to machine {CANDIDATE}\n"
+    ready = f"would start machine {CANDIDATE}, and wait until it is ready\n"
+    assert f"{ready}{passes}would stop machine {CANDIDATE}\n" in said
     assert host.link_inode(ROOT) == before
     assert not host.exists(SWITCHES)
     assert switch(host, f"--kubeconfig {ADMIN}") == 0

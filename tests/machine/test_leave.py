@@ -518,10 +518,37 @@ def test_images_without_content_are_not_waited_for(node: Node) -> None:
     assert not used
     both = f"registry.invalid/old:1 application/x sha256:{'34' * 32} unavailable (0/?) 0.0 B/? false\n"
     containers = f"{CONTAINERS}0c    registry.invalid/old:1    x\n"
-    assert leave.images_of_containers(containers, IMAGES + both) == (
-        ["registry.invalid/web:1", f"registry.invalid/web@{DIGEST}"],
-        1,
-    )
+    names = ["registry.invalid/web:1", f"registry.invalid/web@{DIGEST}"]
+    assert leave.images_of_containers(containers, IMAGES + both, ()) == (names, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "end"),
+    [
+        ({"registry.invalid/web": {"nodePodsAccessible": True}}, "done"),
+        ({"registry.invalid/web": {"kubernetesSecrets": [{"name": "pull"}]}}, "unable"),
+        ({"registry.invalid/web": {"nodePodsAccessible": True}, "private.invalid/web": {}}, "unable"),
+        (None, "unable"),
+    ],
+)
+def test_an_image_that_needs_a_secret_does_not_become_one_for_all_pods(
+    node: Node, mapping: dict[str, object] | None, end: str
+) -> None:
+    """The candidate's kubelet has no record of it, so it would take it for one that came with the machine."""
+    used = containerd(node)
+    record = {"kind": "ImagePulledRecord", "imageRef": f"sha256:{'cd' * 32}", "credentialMapping": mapping}
+    node.put(f"{leave.PULLED}/sha256-ab", json.dumps(record))
+    node.put(f"{leave.PULLED}/sha256-cd.tmp", "{")
+    answer = ask(node, LeaveTask.GIVE_IMAGES)
+    assert (answer["end"], len(used)) == (end, int(end == "done")), answer
+    assert ("1 image that not all pods may use" in answer["message"]) is (end == "unable")
+
+
+def test_without_the_record_of_who_may_use_an_image_none_is_passed_on(node: Node) -> None:
+    used = containerd(node)
+    node.put(f"{leave.PULLED}/sha256-ab", "{")
+    assert ask(node, LeaveTask.GIVE_IMAGES)["end"] == "failed"
+    assert not used
 
 
 def test_an_image_without_ctr_passes_nothing_on(node: Node) -> None:
@@ -557,3 +584,21 @@ def test_a_wait_at_the_pipe_ends_when_the_host_withdraws_its_request(node: Node)
     node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.GIVE_IMAGES, 60.0)))
     assert leave.run(node) == 1
     over.set()
+
+
+def test_a_containerd_that_hangs_keeps_no_drain_waiting(node: Node) -> None:
+    """Whatever ctr is asked for: the machine says that it works, and ends when the host withdraws its request."""
+    over = Event()
+
+    def hangs(argv: tuple[str, ...]) -> Completed:
+        node.drop(REQUEST)
+        over.wait(10)
+        return Completed(0, b"", b"")
+
+    containerd(node)
+    node.program("ctr", hangs)
+    node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.GIVE_IMAGES, 60.0)))
+    try:
+        assert leave.run(node) == 1
+    finally:
+        over.set()

@@ -411,6 +411,17 @@ def publish_documents(
     return tuple(failures)
 
 
+AGAIN = 5.0
+"""Seconds after which a request that a machine has not begun is written again. systemd watches a request's file only
+while the machine's service does not run (path_enter_running in path.c): it misses one that comes while an earlier
+one ends."""
+
+
+def publish_request(system: System, file_of: Callable[[str], str], machine: str, document: bytes) -> tuple[str, ...]:
+    """Write a request, also if it is there already: that wakes the machine's service once more. Return failures."""
+    return publish_documents(system, file_of, {machine: document}, (machine,), same=lambda *_: False)
+
+
 def publish_host_status(system: System, documents: Mapping[str, bytes], with_state: Collection[str]) -> tuple[str, ...]:
     """Do the same with the host status of each machine, which is also written if it is no longer fresh."""
 

@@ -1,7 +1,7 @@
 """Measure for how long a node is down when it is switched to another root file system, next to a plain restart.
 
-Down is the time from the stop of the machine's unit until the kubelet has renewed its lease. Both drain the node before
-that. The processor is emulated, and boots slowly: the ratio says more than the seconds.
+Down is the time from the stop of the machine's unit until the API server knows its kubelet's boot. Both drain the node
+before that. The processor is emulated, and boots slowly: the ratio says more than the seconds.
 """
 
 from collections.abc import Callable, Sequence
