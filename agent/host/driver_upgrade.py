@@ -308,7 +308,7 @@ class Upgrade(Struct):
         if system.find_program("dkms"):
             directory, name = posixpath.dirname(source), source.removeprefix("/usr/src/").removesuffix(end)
             sources = [file for file, each in files.items() if any(path.startswith(f"{directory}/") for path in each)]
-            self.reconciler.progress(f"build module {name} {new} in {BUILD}, to see whether it can be built: minutes")
+            self.reconciler.progress(f"build module {name} {new} in {BUILD} to prove that DKMS can; pods run on")
             try:
                 build_by_dkms(name, new, kernel, sources, BUILD, system)
             except AgentError as error:
