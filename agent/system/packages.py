@@ -103,7 +103,7 @@ def available(names: Collection[str], version: str | None, system: System) -> di
     found = dict[str, str]()
     # The output does not tell architectures apart.
     foreign = [name for name in names if ":" in name]
-    for asked in ([name for name in names if ":" not in name], *([name] for name in foreign)):
+    for asked in filter(None, ([name for name in names if ":" not in name], *([name] for name in foreign))):
         for line in system.run("apt-cache", "madison", *asked, timeout=QUERY_LIMIT).splitlines():
             fields = [each.strip() for each in line.split("|")]
             # A package source may offer only the source code.

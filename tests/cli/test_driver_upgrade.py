@@ -154,6 +154,8 @@ def test_the_branch_that_follows_an_ended_one_is_named(site: Site) -> None:
     with pytest.raises(AgentError, match=rf"replace the packages of driver {OLD} by those of {NEW} \(use --to {NEW}\)"):
         site.upgrade()
     assert site.driver.changes == []
+    assert site.upgrade(f"--to {NEW}") == 0
+    assert site.driver.changes == [*BRANCHES, *STOP, *UNLOAD, f"install {NEW}", *LOAD, *START]
 
 
 @pytest.mark.parametrize("killed", range(len([*BRANCHES, *STOP, *UNLOAD]) + 1, len([*BRANCHES, *STOP, *UNLOAD]) + 3))
