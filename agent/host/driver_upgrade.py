@@ -312,9 +312,8 @@ class Upgrade(Struct):
             try:
                 build_by_dkms(name, new, kernel, sources, BUILD, system)
             except AgentError as error:
-                log = f"{BUILD}/built/{name}/{new}/build/make.log"
                 what = f"the module of driver {new} cannot be built: {error}"
-                raise AgentError(what, f"see {log}; nothing was changed") from error
+                raise AgentError(what, f"see {BUILD}.log; nothing was changed") from error
 
     def _files(self, directory: str) -> list[str]:
         """Return the files of the new or the old packages."""

@@ -211,7 +211,7 @@ def use_dkms(driver: DriverHost) -> None:
         (lambda it: it.host.remove_tree(f"/lib/modules/{KERNEL}/build"), f"package linux-headers-{KERNEL}"),
         (
             lambda it: it.fails.update({"dkms build": "Error! Bad return status for module build"}),
-            f"Bad return status .*see {DRIVER_PACKAGES}/build/built/nvidia-current/{NEW}/build/make.log",
+            f"Bad return status .*see {DRIVER_PACKAGES}/build.log",
         ),
     ],
 )
@@ -225,6 +225,23 @@ def test_no_machine_is_drained_for_a_driver_without_a_module(
     assert [each for each in site.driver.changes if not each.startswith("build")] == FETCH
     assert site.driver.state() == AS_BEFORE
     assert not site.host.exists(DRIVER_UPGRADE)
+
+
+def test_a_build_that_fails_leaves_only_its_log(site: Site) -> None:
+    """Most of all if it has filled the disk: the kubelets would evict pods."""
+    use_dkms(site.driver)
+    site.driver.fails["dkms build"] = "No space left on device"
+
+    def build(call: int) -> None:
+        if call == len(FETCH) + 1:
+            site.host.file(f"{DRIVER_PACKAGES}/build/built/nvidia-current/{NEW}/build/make.log", "why")
+            site.host.file(f"{DRIVER_PACKAGES}/build/built/nvidia-current/{NEW}/build/nvidia.o")
+
+    site.driver.before = build
+    with pytest.raises(AgentError):
+        site.upgrade()
+    assert site.host.read_text(f"{DRIVER_PACKAGES}/build.log") == "why"
+    assert sorted(site.host.entries(DRIVER_PACKAGES)) == ["build.log", "new", "old"]
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
