@@ -300,7 +300,7 @@ class Removal(Struct):
             started, limits = time.monotonic(), {"refuse": 0, "drain-wait": seconds, "force": self.timing.eviction}
             self.record(partial(record_tainted, evict=policy == "force"))
             outcome = self.reconciler.reconcile()
-            if self._offered(machine.name for machine in self._running(outcome)):
+            if self.timing.taint and self._offered(machine.name for machine in self._running(outcome)):
                 self.reconciler.progress(f"waiting {self.timing.taint:.0f} s until no new pod gets {address}")
                 time.sleep(self.timing.taint)
             held = self._drain(limits[policy])
