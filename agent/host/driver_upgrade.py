@@ -296,11 +296,11 @@ class Upgrade(Struct):
         kernel, end = system.read_text(RELEASE).strip(), f"-{new}/dkms.conf"
         paths = [path for each in files.values() for path in each]
         source = next((each for each in paths if each.startswith("/usr/src/") and each.endswith(end)), "")
-        if not source:
-            if not any(f"/lib/modules/{kernel}/" in each for each in paths):
-                what = f"the packages of driver {new} have no module for the running kernel {kernel}"
-                raise AgentError(what, "boot a kernel for which they have one, or use --next-boot; nothing was changed")
+        if any(f"/lib/modules/{kernel}/" in each for each in paths):
             return
+        if not source:
+            what = f"the packages of driver {new} have no module for the running kernel {kernel}"
+            raise AgentError(what, "boot a kernel for which they have one, or use --next-boot; nothing was changed")
         if not system.exists(f"/lib/modules/{kernel}/build/include"):
             what = f"DKMS cannot build the module of driver {new}: the running kernel's headers are missing"
             raise AgentError(what, f"install the package linux-headers-{kernel}; nothing was changed")

@@ -258,6 +258,15 @@ def test_what_dkms_builds_is_built_once_before(site: Site, is_installed: bool) -
     assert site.is_finished()
 
 
+def test_a_module_that_comes_built_needs_no_headers(site: Site) -> None:
+    """Even if a package has the source too: without DKMS's own package, nothing builds it."""
+    use_dkms(site.driver)
+    site.driver.module_files.append(f"lib/modules/{KERNEL}/kernel/nvidia-580/nvidia.ko")
+    site.host.remove_tree(f"/lib/modules/{KERNEL}/build")
+    assert site.upgrade() == 0
+    assert site.driver.changes == [*FETCH, *STOP, *UNLOAD, f"install {NEW}", *LOAD, *START]
+
+
 def test_modinfo_need_not_know_the_module(site: Site) -> None:
     """Debian names the file nvidia-current, and has a line in modprobe.d for it."""
     site.driver.fails["modinfo"] = "modinfo: ERROR: Module nvidia not found."
