@@ -184,8 +184,8 @@ def contents(path: str, system: System) -> dict[str, int]:
 def build_by_dkms(module: str, version: str, kernel: str, files: Iterable[str], directory: str, system: System) -> None:
     """Build a module of packages' files in this directory, as their scripts will. Raises AgentError.
 
-    The directory is removed afterwards: kubelets evict pods from a full disk. The log of a build that fails is kept next
-    to it, as DIRECTORY.log.
+    The directory is removed afterwards: kubelets evict pods from a full disk. Of a build that fails, the log stays as
+    DIRECTORY.log.
     """
     built = f"{directory}/built"
     system.remove_tree(directory)
