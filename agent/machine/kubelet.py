@@ -208,9 +208,9 @@ def device_name(device: AllocatableDevice) -> str:
 def offered_gpus(system: System, vendor: MachineVendor, granted: Request, ages: Ages) -> set[str] | None:
     """Return the granted GPUs that pods may still get from the vendor's device plugin, by their PCI addresses.
 
-    None if the kubelet has never had a plugin. A GPU is left out only if the plugin's list certainly has only others: an
-    id of an unknown form may be any GPU's. The kubelet keeps the list of a plugin that has just ended for five minutes,
-    and a plugin that starts again may offer a GPU that it had withdrawn. Raises OSError.
+    None if the kubelet has never had a plugin. A GPU is left out only if the plugin's list cannot mean it: an id of an
+    unknown form may be any GPU's. The kubelet keeps the list of a plugin that has just ended for five minutes, and a
+    plugin that starts again may offer a GPU that it had withdrawn. Raises OSError.
     """
     if not system.is_directory(PLUGINS):
         return None
