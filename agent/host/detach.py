@@ -289,6 +289,8 @@ class Removal(Struct):
     """Whether this command has recorded the GPU as detached or tainted, and has not undone that."""
     purpose: str = "remove"
     """What somebody will do with the GPU, as a verb."""
+    waited: bool = False
+    """Whether the GPU has been tainted for so long that no new pod gets it."""
     ignored: frozenset[str] = frozenset()
     """Programs on the host, by their names in /proc/PID/comm, that may have the GPU open all the same."""
 
@@ -300,7 +302,7 @@ class Removal(Struct):
             started, limits = time.monotonic(), {"refuse": 0, "drain-wait": seconds, "force": self.timing.eviction}
             self.record(partial(record_tainted, evict=policy == "force"))
             outcome = self.reconciler.reconcile()
-            if self._offered(machine.name for machine in self._running(outcome)):
+            if not self.waited and self._offered(machine.name for machine in self._running(outcome)):
                 self.reconciler.progress(f"waiting {self.timing.taint:.0f} s until no new pod gets {address}")
                 time.sleep(self.timing.taint)
             held = self._drain(limits[policy])

@@ -296,11 +296,11 @@ class Upgrade(Struct):
         kernel, end = system.read_text(RELEASE).strip(), f"-{new}/dkms.conf"
         paths = [path for each in files.values() for path in each]
         source = next((each for each in paths if each.startswith("/usr/src/") and each.endswith(end)), "")
-        if not source:
-            if not any(f"/lib/modules/{kernel}/" in each for each in paths):
-                what = f"the packages of driver {new} have no module for the running kernel {kernel}"
-                raise AgentError(what, "boot a kernel for which they have one, or use --next-boot; nothing was changed")
+        if any(f"/lib/modules/{kernel}/" in each for each in paths):
             return
+        if not source:
+            what = f"the packages of driver {new} have no module for the running kernel {kernel}"
+            raise AgentError(what, "boot a kernel for which they have one, or use --next-boot; nothing was changed")
         if not system.exists(f"/lib/modules/{kernel}/build/include"):
             what = f"DKMS cannot build the module of driver {new}: the running kernel's headers are missing"
             raise AgentError(what, f"install the package linux-headers-{kernel}; nothing was changed")
@@ -312,9 +312,8 @@ class Upgrade(Struct):
             try:
                 build_by_dkms(name, new, kernel, sources, BUILD, system)
             except AgentError as error:
-                log = f"{BUILD}/built/{name}/{new}/build/make.log"
                 what = f"the module of driver {new} cannot be built: {error}"
-                raise AgentError(what, f"see {log}; nothing was changed") from error
+                raise AgentError(what, f"see {BUILD}.log; nothing was changed") from error
 
     def _files(self, directory: str) -> list[str]:
         """Return the files of the new or the old packages."""
@@ -611,10 +610,11 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
         )
     words, replaced = ["install", "--only-upgrade", *own], dict[str, str]()
     if to:
-        versions = available(own, to, system)
-        if not versions:
-            replaced = _other_names(have, own, old, to, vendor.vendor)
-            versions = _of_other_branch(replaced, to, system)
+        # What has the old branch in its name is not asked for: where that has ended, those packages are empty.
+        replaced = _other_names(have, own, old, to, vendor.vendor)
+        versions = available([name for name in own if name not in replaced], to, system)
+        if replaced or not versions:
+            versions |= _of_other_branch(replaced, to, system)
         words = ["install", *(f"{name}={version}" for name, version in versions.items())]
     would = simulate(words, system)
     # What has the whole version in its name has no successor of the same name.
@@ -660,18 +660,18 @@ def _other_names(have: Collection[str], own: Collection[str], old: str, to: str,
         if (name in own or vendor in name) and old not in name:
             other = BRANCH.sub(lambda match: new if match[0] == branch else match[0], name)
             found |= {name: other} if other != name else {}
-    return found
+    return found if any(name in own for name in found) else {}
 
 
 def _of_other_branch(replaced: Mapping[str, str], to: str, system: System) -> dict[str, str]:
     """Return the package versions of another branch, by the new names. Raises AgentError if a package has none."""
     names = sorted(replaced.values())
-    found = available(names, to, system) if names else {}
+    found = available(names, to, system)
     if not found:
         what = f"no package source has the driver's packages in {to}"
         raise AgentError(what, "run `apt update`, or correct --to")
     of_kernels = [name for name in names if name.startswith("linux-")]
-    found |= available(of_kernels, None, system) if of_kernels else {}
+    found |= available(of_kernels, None, system)
     # Those of other kernels than the running one may go.
     if missing := [name for name in names if name not in found and not KERNEL.search(name)]:
         raise AgentError(f"no package source has {first_of(missing)} in {to}", "install that version with apt")

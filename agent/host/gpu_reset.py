@@ -243,8 +243,7 @@ class Reset(Struct):
             except AgentError as error:
                 return self._stopped((f"{self.names} was not reset: {error}",))
         for removal in self.removals:
-            # It was waited for.
-            removal.timing = replace(removal.timing, taint=0.0)
+            removal.waited = True
         return None
 
     def _reset(self) -> Ending | None:

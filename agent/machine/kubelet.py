@@ -205,21 +205,21 @@ def device_name(device: AllocatableDevice) -> str:
     return device.cdi_names[0].rpartition("=")[2]
 
 
-def offered_gpus(system: System, vendor: MachineVendor, granted: Request, ages: Ages) -> set[str]:
+def offered_gpus(system: System, vendor: MachineVendor, granted: Request, ages: Ages) -> set[str] | None:
     """Return the granted GPUs that pods may still get from the vendor's device plugin, by their PCI addresses.
 
-    A GPU is left out only if that is certain: the kubelet has never had a plugin, or the plugin's list has only other
-    GPUs. An id of an unknown form may be any GPU's. The kubelet keeps the list of a plugin that has just ended for five
-    minutes, and a plugin that starts again may offer a GPU that it had withdrawn. Raises OSError.
+    None if the kubelet has never had a plugin. A GPU is left out only if the plugin's list cannot mean it: an id of an
+    unknown form may be any GPU's. The kubelet keeps the list of a plugin that has just ended for five minutes, and a
+    plugin that starts again may offer a GPU that it had withdrawn. Raises OSError.
     """
     if not system.is_directory(PLUGINS):
-        return set()
+        return None
     try:
         plugin = _read_plugin(system, vendor, ages)
     except DocumentError:
         return set(granted.gpus)
     if not (plugin.serving or plugin.dead or plugin.registered):
-        return set()
+        return None
     if plugin.serving and not plugin.up_to_date:
         return set(granted.gpus)
     listed = {vendor.gpu_of(each, granted) for ids in plugin.registered.values() for each in ids}

@@ -51,7 +51,7 @@ def _settle(system: System, kubelet: Kubelet, fenced: Sequence[FencedGpu], recor
     """`recorded` is the content of the mark; None without one."""
     if not fenced and recorded is None:
         return ""
-    wanted = _offered(system, fenced, ages)
+    wanted, awaited = _offered(system, fenced, ages)
     identity = kubelet.find(ConditionType.NODE_CONDITION_SET)
     if isinstance(identity, Condition):
         return f"the node is not changed: {identity.message}" if wanted or recorded else ""
@@ -59,22 +59,29 @@ def _settle(system: System, kubelet: Kubelet, fenced: Sequence[FencedGpu], recor
         say(INFO, f"node {recorded} stays cordoned: the kubelet is now that of node {identity.node}: uncordon it")
     for _ in range(TRIES - 1):
         with contextlib.suppress(ConflictError):
-            return _change(system, identity, fenced, wanted, recorded or "")
-    return _change(system, identity, fenced, wanted, recorded or "")
+            return _change(system, identity, fenced, wanted, recorded or "", awaited)
+    return _change(system, identity, fenced, wanted, recorded or "", awaited)
 
 
-def _offered(system: System, fenced: Sequence[FencedGpu], ages: Ages) -> tuple[FencedGpu, ...]:
-    """Return those of the fenced GPUs that pods may still get from a device plugin."""
+def _offered(system: System, fenced: Sequence[FencedGpu], ages: Ages) -> tuple[tuple[FencedGpu, ...], bool]:
+    """Return those of the fenced GPUs that pods may still get from a device plugin, and whether one has never run."""
     if not fenced:
-        return ()
+        return (), False
     requests = parse_handoff(system.read(f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}", SIZE_LIMIT)).requests
     known = [(VENDORS[each.vendor], each) for each in requests if each.vendor in VENDORS]
-    offered = {gpu for vendor, request in known for gpu in offered_gpus(system, vendor, request, ages)}
-    return tuple(each for each in fenced if each.pci_address in offered)
+    found = [(request.gpus, offered_gpus(system, vendor, request, ages)) for vendor, request in known]
+    offered = {gpu for _, gpus in found for gpu in gpus or ()}
+    awaited = any(each.pci_address in granted for granted, gpus in found if gpus is None for each in fenced)
+    return tuple(each for each in fenced if each.pci_address in offered), awaited
 
 
 def _change(
-    system: System, identity: Identity, fenced: Sequence[FencedGpu], wanted: Sequence[FencedGpu], recorded: str
+    system: System,
+    identity: Identity,
+    fenced: Sequence[FencedGpu],
+    wanted: Sequence[FencedGpu],
+    recorded: str,
+    awaited: bool,
 ) -> str:
     client, path = ApiClient(Credentials(system, identity.kubeconfig)), f"/api/v1/nodes/{identity.node}"
     try:
@@ -84,7 +91,7 @@ def _change(
         return f"the API server has no node {identity.node}" if fenced or recorded else ""
     is_cordoned = (node.get("spec") or {}).get("unschedulable") is True
     found = (node["metadata"].get("annotations") or {}).get(CORDONED_FOR)
-    if is_cordoned and found and fenced and not wanted and not recorded:
+    if is_cordoned and found and awaited and not wanted and not recorded:
         # Another root has done that. In this one, the plugin has not started yet: it will offer the GPU.
         return f"the node stays cordoned for {found} until its device plugin runs"
     cordoned, noted, said = decide(is_cordoned, found, _words(fenced), _words(wanted))

@@ -103,7 +103,7 @@ def available(names: Collection[str], version: str | None, system: System) -> di
     found = dict[str, str]()
     # The output does not tell architectures apart.
     foreign = [name for name in names if ":" in name]
-    for asked in ([name for name in names if ":" not in name], *([name] for name in foreign)):
+    for asked in filter(None, ([name for name in names if ":" not in name], *([name] for name in foreign))):
         for line in system.run("apt-cache", "madison", *asked, timeout=QUERY_LIMIT).splitlines():
             fields = [each.strip() for each in line.split("|")]
             # A package source may offer only the source code.
@@ -182,17 +182,26 @@ def contents(path: str, system: System) -> dict[str, int]:
 
 
 def build_by_dkms(module: str, version: str, kernel: str, files: Iterable[str], directory: str, system: System) -> None:
-    """Build a module of packages' files in this directory, as their scripts will. Raises AgentError."""
+    """Build a module of packages' files in this directory, as their scripts will. Raises AgentError.
+
+    The directory is removed afterwards: kubelets evict pods from a full disk. Of a build that fails, the log stays as
+    DIRECTORY.log.
+    """
     built = f"{directory}/built"
     system.remove_tree(directory)
     system.make_directory(built)
-    for file in files:
-        system.run_tool("dpkg-deb", "--extract", file, directory, timeout=FETCH_LIMIT)
-    trees = ("--sourcetree", f"{directory}/usr/src", "--dkmstree", built)
-    # Pods run meanwhile.
-    dkms = ("nice", "dkms", "build", *trees, "-m", module, "-v", version, "-k", kernel)
-    system.run_tool(*dkms, timeout=INSTALL_LIMIT)
-    system.remove_tree(directory)
+    try:
+        for file in files:
+            system.run_tool("dpkg-deb", "--extract", file, directory, timeout=FETCH_LIMIT)
+        trees = ("--sourcetree", f"{directory}/usr/src", "--dkmstree", built)
+        # Pods run meanwhile.
+        dkms = ("nice", "dkms", "build", *trees, "-m", module, "-v", version, "-k", kernel)
+        system.run_tool(*dkms, timeout=INSTALL_LIMIT)
+    finally:
+        # dkms itself moves that of a module that it has built.
+        if system.exists(log := f"{built}/{module}/{version}/build/make.log"):
+            system.rename(log, f"{directory}.log")
+        system.remove_tree(directory)
 
 
 def install(words: Iterable[str], system: System, progress: Callable[[str], None], *, removes: bool) -> None:

@@ -154,6 +154,8 @@ def test_the_branch_that_follows_an_ended_one_is_named(site: Site) -> None:
     with pytest.raises(AgentError, match=rf"replace the packages of driver {OLD} by those of {NEW} \(use --to {NEW}\)"):
         site.upgrade()
     assert site.driver.changes == []
+    assert site.upgrade(f"--to {NEW}") == 0
+    assert site.driver.changes == [*BRANCHES, *STOP, *UNLOAD, f"install {NEW}", *LOAD, *START]
 
 
 @pytest.mark.parametrize("killed", range(len([*BRANCHES, *STOP, *UNLOAD]) + 1, len([*BRANCHES, *STOP, *UNLOAD]) + 3))
@@ -209,7 +211,7 @@ def use_dkms(driver: DriverHost) -> None:
         (lambda it: it.host.remove_tree(f"/lib/modules/{KERNEL}/build"), f"package linux-headers-{KERNEL}"),
         (
             lambda it: it.fails.update({"dkms build": "Error! Bad return status for module build"}),
-            f"Bad return status .*see {DRIVER_PACKAGES}/build/built/nvidia-current/{NEW}/build/make.log",
+            f"Bad return status .*see {DRIVER_PACKAGES}/build.log",
         ),
     ],
 )
@@ -225,6 +227,23 @@ def test_no_machine_is_drained_for_a_driver_without_a_module(
     assert not site.host.exists(DRIVER_UPGRADE)
 
 
+def test_a_build_that_fails_leaves_only_its_log(site: Site) -> None:
+    """Most of all if it has filled the disk: the kubelets would evict pods."""
+    use_dkms(site.driver)
+    site.driver.fails["dkms build"] = "No space left on device"
+
+    def build(call: int) -> None:
+        if call == len(FETCH) + 1:
+            site.host.file(f"{DRIVER_PACKAGES}/build/built/nvidia-current/{NEW}/build/make.log", "why")
+            site.host.file(f"{DRIVER_PACKAGES}/build/built/nvidia-current/{NEW}/build/nvidia.o")
+
+    site.driver.before = build
+    with pytest.raises(AgentError):
+        site.upgrade()
+    assert site.host.read_text(f"{DRIVER_PACKAGES}/build.log") == "why"
+    assert sorted(site.host.entries(DRIVER_PACKAGES)) == ["build.log", "new", "old"]
+
+
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_what_dkms_builds_is_built_once_before(site: Site, is_installed: bool) -> None:
     """DKMS itself may come with the new packages. Only packages with the module's source are unpacked."""
@@ -237,6 +256,15 @@ def test_what_dkms_builds_is_built_once_before(site: Site, is_installed: bool) -
     unpacked = [each for each in site.driver.calls if "--extract" in each]
     assert [f"{MODULES}_{NEW}-1_amd64.deb" in each for each in unpacked] == [True] * is_installed
     assert site.is_finished()
+
+
+def test_a_module_that_comes_built_needs_no_headers(site: Site) -> None:
+    """Even if a package has the source too: without DKMS's own package, nothing builds it."""
+    use_dkms(site.driver)
+    site.driver.module_files.append(f"lib/modules/{KERNEL}/kernel/nvidia-580/nvidia.ko")
+    site.host.remove_tree(f"/lib/modules/{KERNEL}/build")
+    assert site.upgrade() == 0
+    assert site.driver.changes == [*FETCH, *STOP, *UNLOAD, f"install {NEW}", *LOAD, *START]
 
 
 def test_modinfo_need_not_know_the_module(site: Site) -> None:

@@ -351,7 +351,8 @@ def test_pods_are_evicted_only_on_request(tmp_path: Path, clock: Clock, capsys: 
     timing = Timing(poll=0, answer=20, taint=0, eviction=0)
     assert not prepare([SECOND], site.agent, evict=False, seconds=0, timing=timing).run().done
     assert not site.host.exists(leave_file(MACHINE))
-    requests: list[LeaveRequest] = []
+    requests, said = list[LeaveRequest](), list[str]()
+    site.agent.progress = said.append
 
     def end() -> None:
         shutil.rmtree(directory)
@@ -360,6 +361,7 @@ def test_pods_are_evicted_only_on_request(tmp_path: Path, clock: Clock, capsys: 
     site.meanwhile = [lambda: None, lambda: requests.append(asked(site)), end]
     assert command(site.agent, f"gpus reset {SECOND} --evict --timeout=50") == 0
     assert "and evict the pods that have it" in capsys.readouterr().out
+    assert [each for each in said if "until no new pod gets" in each] == [f"waiting 5 s until no new pod gets {SECOND}"]
     assert [(each.task, each.gpus, 40 < each.seconds <= 50) for each in requests] == [
         (LeaveTask.EVICT, (SECOND,), True)
     ]

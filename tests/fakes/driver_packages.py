@@ -38,7 +38,7 @@ class DriverHost:
         self.branched = False
         """Whether the names of packages have the driver's branch, as Ubuntu's: two branches are in conflict."""
         self.ends_branch = False
-        """Whether the new packages of a branch only need those of the next branch."""
+        """Whether the new packages of a branch only need those of the next branch, of which they have the version."""
         self.held: set[str] = set()
         self.removes: list[str] = []
         """Packages that apt would remove."""
@@ -135,6 +135,7 @@ class DriverHost:
                     for name in names
                     for version in sorted(self.sources, reverse=True)
                     if name in {self._called(each, version) for each in self.sources[version]}
+                    or (self.ends_branch and version == NEW and name.endswith("-550"))
                 )
             case ("apt-get", "--simulate", _, "install", *words):
                 printed = self._simulate(words)
@@ -199,8 +200,8 @@ class DriverHost:
         names = {posixpath.basename(word).replace("=", "_").split("_")[0] for word in words}
         new = next((version for version in self.sources if any(version in word for word in words)), OLD)
         gone = [f"Remv {name} [{version}-1]\n" for name, version in old.items() if name not in names]
-        if self.ends_branch:
-            added = [f"Inst {name} [{OLD}-1] (550.200.01-1 localhost [amd64])\n" for name in old]
+        if self.ends_branch and not any("-580" in word for word in words):
+            added = [f"Inst {name} [{OLD}-1] ({NEW}-1 localhost [amd64])\n" for name in old]
             return "".join([*added, f"Inst libcuda1-580 ({NEW}-1 localhost [amd64])\n"])
         added = [f"Inst {name} ({new}-1 localhost [amd64])\n" for name in names if name not in old]
         return "".join((gone if added else []) + added + [f"Remv {name} [1]\n" for name in self.removes])

@@ -369,6 +369,21 @@ def test_links_that_are_not_known_say_nothing_and_cost_no_other_answer(asked: Ma
     assert silences(asked) == ["", ""]
 
 
+@pytest.mark.parametrize("wrong", [broken_links, hang])
+def test_a_gpu_that_does_not_tell_of_its_links_silences_no_other(
+    asked: Machine, later: Callable[[float], None], wrong: Answer
+) -> None:
+    def answer(argv: tuple[str, ...]) -> Completed:
+        return wrong(argv) if argv[-1] == "0" else smi_links(*GPUS, Replay=(1, count))(argv)
+
+    count = 1
+    asked.program(LINKS, answer)
+    assert words(asked) == [None, None]
+    later(INTERVAL)
+    count = 2
+    assert words(asked) == [None, "Replay"]
+
+
 def test_only_a_gpu_that_may_be_asked_is_asked_for_its_links(asked: Machine) -> None:
     want(asked, GPUS[0])
     questions(asked)

@@ -424,16 +424,28 @@ LINK_COUNT = re.compile(r"\s*Link [0-9]+: (Replay|Recovery|CRC) Errors: ([0-9]{1
 def count_link_errors(system: System, gpus: tuple[str, ...], wanted: Collection[str]) -> dict[str, dict[str, int]]:
     """Return the errors that the NVLinks of the `wanted` GPUs have counted, by PCI address and kind.
 
-    A GPU is left out if it has no active link, or other counters. Raises AgentError or OSError.
+    A GPU is left out if it has no active link or other counters, or does not answer in time. Raises AgentError or
+    OSError if no GPU answers.
     """
     deadline = time.monotonic() + LINK_LIMIT
     indices = [index for index, gpu in enumerate(sorted(gpus)) if gpu in wanted]
     rows = query(system, ("uuid",), indices, LINK_LIMIT / 2, LINK_LIMIT / 4 if len(indices) == len(gpus) else 0.0)
     counted: dict[str, dict[str, int]] = {}
+    failed: AgentError | OSError | None = None
     for index in indices:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            break
         # As in `query_health`, only this GPU is opened, and the answer names it.
-        limit = max(0.1, deadline - time.monotonic())
-        counted |= parse_link_errors(system.run(NVIDIA_SMI, "nvlink", "-e", "-i", str(index), timeout=limit))
+        command = (NVIDIA_SMI, "nvlink", "-e", "-i", str(index))
+        try:
+            counted |= parse_link_errors(system.run(*command, timeout=min(LINK_LIMIT / 2, remaining)))
+        except UnkillableError:
+            raise
+        except (AgentError, OSError) as error:
+            failed = error
+    if failed and not counted:
+        raise failed
     return {gpu: counted[uuid] for gpu, (uuid,) in rows.items() if gpu in wanted and uuid in counted}
 
 

@@ -422,3 +422,11 @@ def test_a_new_root_keeps_the_cordon_until_its_plugin_runs(rebuilt: Node, kubele
     advertise(rebuilt, UUIDS[1])
     run(rebuilt)
     assert state(rebuilt) == (False, None)
+
+
+def test_a_new_root_whose_plugin_does_not_offer_the_gpu_needs_no_cordon(rebuilt: Node) -> None:
+    """As of a GPU that has left the bus meanwhile: this plugin will never offer it."""
+    advertise(rebuilt, UUIDS[1])
+    run_setup(rebuilt)
+    assert run(rebuilt) == f"the node need not be cordoned: no device plugin offers {WORD}"
+    assert state(rebuilt) == (False, None)
