@@ -339,7 +339,7 @@ def _uncordon_itself(name: str, reconciler: Reconciler, not_yet: str) -> tuple[s
             # Only once: with such an image, each later start would fail.
             doubt_cordon(name, reconciler.system)
             return (f"{error}; node {node} is still cordoned: run `kubectl uncordon {node}`",)
-        # Perhaps an interrupted `stop` cordoned nothing. Without an answer, nobody can tell.
+        # An interrupted `stop` may have cordoned nothing, and only the machine could say.
         reconciler.progress(f"{error}; if node {node} is still cordoned, run `kubectl uncordon {node}`")
         return ()
     except (AgentError, OSError) as error:

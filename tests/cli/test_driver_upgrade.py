@@ -549,7 +549,7 @@ def test_an_installation_for_the_next_boot_goes_on_after_a_kill(site: Site, caps
 
 
 def test_neither_packages_for_the_next_boot_nor_the_old_ones(site: Site) -> None:
-    """Both reasons are told, and the same command tries both again."""
+    """The error gives both reasons, and the same command goes on."""
     site.driver.run(("systemctl", "stop", UNITS[1]), 1)
     site.driver.fails.update({"apt-get --yes": "no room for the new", "--install": "no room for the old"})
     with pytest.raises(AgentError, match=r"(?s)no room for the new.*could not be put back.*no room for the old"):

@@ -234,7 +234,15 @@ def _own_checks(seeing: Seeing) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Seeing], Iterator[Finding]], ...] = (
-    *(_configuration, _release, _driver_upgrade, _template, _service),
-    *(_plain_roots, _gpu_faults, _own_checks, _space, _kernel_settings),
+    _configuration,
+    _release,
+    _driver_upgrade,
+    _template,
+    _service,
+    _plain_roots,
+    _gpu_faults,
+    _own_checks,
+    _space,
+    _kernel_settings,
 )
 """The checks of the host, in the order in which their findings are listed."""
