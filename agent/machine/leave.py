@@ -595,8 +595,8 @@ CTR = ("ctr", "--namespace=k8s.io", "images")
 SPARE = 0.2
 """Which part of a file system stays free. With less than 0.15, the kubelet removes images
 (imageGCHighThresholdPercent)."""
-PULLED = "/var/lib/kubelet/image_manager/pulled"
-"""The kubelet's records of the images that it has pulled, at their usual place."""
+PULLED = "image_manager/pulled"
+"""Where the kubelet's directory has its records of the images that it has pulled (pkg/kubelet/images/pullmanager)."""
 STORE = "/var/lib"
 """A directory on the file system that containerd has its images on, usually."""
 
@@ -605,7 +605,7 @@ def _give_images(work: _Work) -> str:
     names, missing, withheld = images_of_containers(
         _ctr(work, "ctr", "--namespace=k8s.io", "containers", "ls"),
         _ctr(work, *CTR, "check"),
-        {*_images_of_some_pods(work.system)},
+        {*_images_of_some_pods(f"{work.kubelet()[0].root}/{PULLED}", work.system)},
     )
     without = f"{counted(missing, 'image')} without content (discard_unpacked_layers)" if missing else ""
     secret = f"{counted(withheld, 'image')} that not all pods may use" if withheld else ""
@@ -624,16 +624,16 @@ def _take_images(work: _Work) -> str:
     return ""
 
 
-def _images_of_some_pods(system: System) -> Iterator[str]:
+def _images_of_some_pods(records: str, system: System) -> Iterator[str]:
     """Yield the ids of images that the kubelet lets only pods with certain credentials use. Raises an error.
 
-    Since Kubernetes 1.35, it records that (pkg/kubelet/images/pullmanager). Without a record, as in a new root, all
-    pods may use an image that is there (NeverVerifyPreloadedImages, the default).
+    Since Kubernetes 1.35, it records that. Without a record, as in a new root, all pods may use an image that is there
+    (NeverVerifyPreloadedImages, the default).
     """
-    for name in system.entries(PULLED) if system.is_directory(PULLED) else ():
+    for name in system.entries(records) if system.is_directory(records) else ():
         if name.endswith(".tmp"):
             continue
-        record = parse_object(name, system.read(f"{PULLED}/{name}", SIZE_LIMIT))
+        record = parse_object(name, system.read(f"{records}/{name}", SIZE_LIMIT))
         by_name = (record.get("credentialMapping") or {}).values()
         if not by_name or not all(each.get("nodePodsAccessible") is True for each in by_name):
             yield get(name, record, "imageRef", str)

@@ -38,7 +38,7 @@ from agent.system.process import Completed
 from tests.fakes.api_server import NODES, failure
 from tests.fakes.clock import Clock
 from tests.fakes.machine import GPUS
-from tests.fakes.node import KUBECONFIG, NODE, READY, Node, joined_node
+from tests.fakes.node import KUBECONFIG, KUBELET, NODE, READY, Node, joined_node
 
 PATH = f"{NODES}/{NODE}"
 BUDGET = {"causes": [{"reason": "DisruptionBudget", "message": "The disruption budget web needs 2 healthy pods"}]}
@@ -460,6 +460,7 @@ def test_a_root_of_somebody_else_is_not_looked_at(made: Node) -> None:
 # The images of its containers, for its candidate.
 
 DIGEST = "sha256:" + "ab" * 32
+PULLED = "/var/lib/kubelet/image_manager/pulled"
 CONTAINERS = "CONTAINER    IMAGE    RUNTIME\n0a    registry.invalid/web:1    io.containerd.runc.v2\n0b    -    x\n"
 IMAGES = f"""REF TYPE DIGEST STATUS SIZE UNPACKED
 registry.invalid/web:1 application/x {DIGEST} complete (2/2) 8.9 MiB/8.9 MiB true
@@ -537,16 +538,35 @@ def test_an_image_that_needs_a_secret_does_not_become_one_for_all_pods(
     """The candidate's kubelet has no record of it, so it would take it for one that came with the machine."""
     used = containerd(node)
     record = {"kind": "ImagePulledRecord", "imageRef": f"sha256:{'cd' * 32}", "credentialMapping": mapping}
-    node.put(f"{leave.PULLED}/sha256-ab", json.dumps(record))
-    node.put(f"{leave.PULLED}/sha256-cd.tmp", "{")
+    node.put(f"{PULLED}/sha256-ab", json.dumps(record))
+    node.put(f"{PULLED}/sha256-cd.tmp", "{")
     answer = ask(node, LeaveTask.GIVE_IMAGES)
     assert (answer["end"], len(used)) == (end, int(end == "done")), answer
     assert ("1 image that not all pods may use" in answer["message"]) is (end == "unable")
 
 
+@pytest.mark.parametrize(("root", "end"), [("/data/kubelet", "unable"), ("", "failed")])
+def test_the_record_of_who_may_use_an_image_is_the_running_kubelets(node: Node, root: str, end: str) -> None:
+    used = containerd(node)
+    record = {"kind": "ImagePulledRecord", "imageRef": f"sha256:{'cd' * 32}", "credentialMapping": {}}
+    node.put("/data/kubelet/image_manager/pulled/sha256-ab", json.dumps(record))
+    # At the default place, a former kubelet's.
+    node.put(f"{PULLED}/sha256-ab", "{")
+    node.process(40, *KUBELET, f"--root-dir={root}")
+    assert ask(node, LeaveTask.GIVE_IMAGES)["end"] == end
+    assert not used
+
+
+def test_without_a_kubelet_nobody_knows_who_may_use_an_image(node: Node) -> None:
+    used = containerd(node)
+    node.remove_tree("/proc/40")
+    assert ask(node, LeaveTask.GIVE_IMAGES)["end"] == "unable"
+    assert not used
+
+
 def test_without_the_record_of_who_may_use_an_image_none_is_passed_on(node: Node) -> None:
     used = containerd(node)
-    node.put(f"{leave.PULLED}/sha256-ab", "{")
+    node.put(f"{PULLED}/sha256-ab", "{")
     assert ask(node, LeaveTask.GIVE_IMAGES)["end"] == "failed"
     assert not used
 
