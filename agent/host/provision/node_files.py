@@ -213,6 +213,8 @@ Description=Wait until this node has joined its cluster
 [Path]
 PathExists={CERTIFICATE}
 """
+JOIN_WATCH = 30
+"""Seconds of one watch for the join."""
 JOINED_SERVICE = """\
 [Unit]
 Description=This node has joined its cluster
@@ -224,9 +226,9 @@ StartLimitIntervalSec=0
 Type=oneshot
 # Stays active until the next boot: the path unit would otherwise start it again and again.
 RemainAfterExit=yes
-# The kubelet registers the Node some seconds after it has its certificate.
+# The API server may not answer yet.
 Restart=on-failure
-RestartSec=5s
+RestartSec=2s
 # kubectl, a program in Go, starts a thread for every fourth processor.
 MemoryMax=512M
 TasksMax=1024
@@ -295,18 +297,19 @@ def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
 def _joined_service(node: str) -> str:
     """Return the unit that reports the join once the API server has the Node. The host then removes the token."""
     final, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
-    get = f"kubectl --kubeconfig={KUBECONFIG} --request-timeout=10s get --raw=/"
+    report = f"printf %%s {node} >{new} && mv {new} {final}"
+    # One watch, because each start of kubectl takes processor time that a kubelet that starts needs. A kubelet may
+    # watch its own Node, by name (node_authorizer.go).
+    watch = f"/api/v1/nodes?watch=true&fieldSelector=metadata.name={node}&timeoutSeconds={JOIN_WATCH}"
     script = (
         # An image may have a kubelet but no kubectl. In that case, the kubelet's certificate is proof enough.
-        "command -v kubectl >/dev/null || exit 0",
+        f"command -v kubectl >/dev/null || {{ {report}; exit; }}",
         # The Node may be from an earlier start or root file system. A kubelet that works says in which boot it is: each
-        # start of a machine has an id of its own.
-        f'{get}api/v1/nodes/{node} | grep --quiet "$$(cat /proc/sys/kernel/random/boot_id)"',
+        # start of a machine has an id of its own. The file is written in the pipeline: kubectl ends later.
+        f'kubectl --kubeconfig={KUBECONFIG} --request-timeout={JOIN_WATCH + 10}s get --raw="{watch}"'
+        f' | {{ grep --quiet "$$(cat /proc/sys/kernel/random/boot_id)" && {report}; }}',
     )
-    return (
-        f"{JOINED_SERVICE}ExecStartPre=/bin/sh -c '{'; '.join(script)}'\n"
-        f"ExecStart=/bin/sh -c 'printf %%s {node} >{new} && mv {new} {final}'\n"
-    )
+    return f"{JOINED_SERVICE}ExecStart=/bin/sh -c '{'; '.join(script)}'\n"
 
 
 # containerd's files: its configuration, and the mirrors of registries.

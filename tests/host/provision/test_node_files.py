@@ -26,6 +26,7 @@ from agent.host.provision.node_files import (
 from agent.host.provision.node_files import MAIN as CONTAINERD
 from agent.machine.containerd_tables import CRI_2, Configuration, problems, render
 from agent.model.node import NodeFile
+from agent.model.paths import MACHINE_REPORT_DIRECTORY
 from agent.vendors.machine_vendor import RuntimeHandler
 from tests.fakes.golden import expect_golden
 from tests.fakes.node_settings import CA, node_settings
@@ -88,26 +89,27 @@ def test_the_unit_that_reports_the_join_has_limits_and_a_sandbox(tmp_path: Path)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("joined", [True, False])
-def test_the_join_is_known_from_the_boot_and_not_from_a_clock(tmp_path: Path, joined: bool) -> None:
-    """The clock of this boot was set back after systemd had started: the lease seemed to be older than the boot."""
-    boot = (
-        Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        if joined
-        else "11111111-2222-3333-4444-555555555555"
-    )
-    node = json.dumps({"kind": "Node", "status": {"nodeInfo": {"bootID": boot}}}, separators=(",", ":"))
-    lease = json.dumps({"spec": {"renewTime": "2001-02-03T04:05:06.000000Z"}}, separators=(",", ":"))
-    kubectl = tmp_path / "kubectl"
-    kubectl.write_text(f"#!/bin/sh\ncase $* in */nodes/*) echo '{node}' ;; *) echo '{lease}' ;; esac\n")
-    kubectl.chmod(0o755)
+@pytest.mark.parametrize(("kubectl", "joined"), [("kubectl", True), ("kubectl", False), ("absent", True)])
+def test_the_join_is_known_from_the_boot_and_not_from_a_clock(tmp_path: Path, kubectl: str, joined: bool) -> None:
+    """It is reported as soon as the API server says it, while kubectl still watches."""
+    here = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boots = ["11111111-2222-3333-4444-555555555555", *([here] if joined else [])]
+    nodes = [{"object": {"kind": "Node", "status": {"nodeInfo": {"bootID": boot}}}} for boot in boots]
+    said = "\n".join(json.dumps(each, separators=(",", ":")) for each in nodes)
+    for tool in ("cat", "grep", "mv", "sleep"):
+        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+    reported = tmp_path / "report/joined"
+    ends = "sleep 0.1" if not joined else f"until test -s {reported}; do sleep 0.1; done"
+    (tmp_path / kubectl).write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\n{ends}\n")
+    (tmp_path / kubectl).chmod(0o755)
+    reported.parent.mkdir()
     unit = made()[f"{UNITS}/unbounded-agent-joined.service"].content.decode()
-    (script,) = [line.partition("=/bin/sh -c ")[2] for line in unit.splitlines() if line.startswith("ExecStartPre=")]
-    argv = ["/bin/sh", "-c", script.strip("'").replace("$$", "$").replace("%%", "%")]
-    finished = subprocess.run(
-        argv, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=60
-    )
+    (script,) = [line.partition("=/bin/sh -c ")[2] for line in unit.splitlines() if line.startswith("ExecStart=")]
+    script = script.strip("'").replace("$$", "$").replace("%%", "%")
+    argv = ["/bin/sh", "-c", script.replace(MACHINE_REPORT_DIRECTORY, str(reported.parent))]
+    finished = subprocess.run(argv, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
     assert (finished.returncode == 0) is joined, finished.stderr
+    assert [path.read_text() for path in reported.parent.iterdir()] == ["gpu-1"] * joined
 
 
 def test_only_a_network_of_its_own_needs_an_address_and_forwards() -> None:
