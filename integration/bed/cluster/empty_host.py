@@ -154,6 +154,10 @@ class EmptyHost(Administered):
         self.kubectl("delete", "pod", name)
         return log
 
+    def deployment_runs(self) -> bool:
+        """Return whether the pod of `deployment` runs."""
+        return int(self.get("deployment", "works")["status"].get("readyReplicas", 0)) == 1
+
     def configuration(self, machine: str = MACHINE, settings: str = "") -> str:
         """Return a configuration of the agent with one node; `settings` become the first lines of the node's table."""
         sha256 = ", ".join(f'{name} = "{digest}"' for name, digest in self.mirror.digests.items())
@@ -233,4 +237,17 @@ def pod_network() -> dict[str, Any]:
             "selector": {"matchLabels": labels},
             "template": {"metadata": {"labels": labels}, "spec": spec},
         },
+    }
+
+
+def deployment() -> dict[str, Any]:
+    """Return a Deployment with one pod. It does not end before it is killed, after as many seconds as by default."""
+    labels, lasts = {"app": "works"}, {"restartPolicy": "Always", "terminationGracePeriodSeconds": 30}
+    spec = pod("works", "sleep", "2147483647", pull="IfNotPresent")["spec"] | lasts
+    template = {"metadata": {"labels": labels}, "spec": spec}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "works"},
+        "spec": {"selector": {"matchLabels": labels}, "template": template},
     }

@@ -3,20 +3,20 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
-from integration.bed.cluster.cluster import pod
-from integration.bed.cluster.empty_host import NODE, EmptyHost, pod_network
+from integration.bed.cluster.cluster import RESOURCE
+from integration.bed.cluster.empty_host import NODE, EmptyHost, deployment, pod_network
 from integration.bed.machine.node import MACHINE
-from integration.bed.measure.bench_switch import measure_switch
+from integration.bed.measure.bench_switch import down, measure_switch
 from integration.bed.vm.simulated_host import SimulatedHost
 from integration.conftest import INSTALLED
 
 pytestmark = pytest.mark.exhaustive
 
 CANDIDATE = f"{MACHINE}-next"
+GPUS = 8
 CONFIGURATION = "/etc/unbounded-agent/config.toml"
 # The goal is 0.6. Observed: 1.36 on an idle computer (53 s to 39 s), 0.71 while other tests ran (54 s to 76 s).
 SWITCH_VS_RESTART = 1.8
@@ -38,7 +38,7 @@ exit $code
 """Switches the machine, and notes what the candidate is while it runs."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def empty_host(simulated_host: SimulatedHost) -> Iterator[EmptyHost]:
     """The host that other tests have booted, without its machine."""
     simulated_host.restore(INSTALLED)
@@ -56,24 +56,6 @@ def configure(host: EmptyHost, kubelet: str, machine: str = "") -> None:
     host.guest.write(CONFIGURATION, text.encode())
 
 
-def deployment() -> dict[str, Any]:
-    """Return a Deployment with one pod."""
-    labels = {"app": "works"}
-    spec = pod("works", "sleep", "2147483647", pull="IfNotPresent")["spec"] | {"restartPolicy": "Always"}
-    template = {"metadata": {"labels": labels}, "spec": spec}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": "works"},
-        "spec": {"selector": {"matchLabels": labels}, "template": template},
-    }
-
-
-def runs(host: EmptyHost) -> bool:
-    """Return whether the Deployment's pod runs."""
-    return int(host.get("deployment", "works")["status"].get("readyReplicas", 0)) == 1
-
-
 def pods_of_node(host: EmptyHost) -> int:
     return int(host.get("node", NODE)["status"]["allocatable"]["pods"])
 
@@ -87,7 +69,7 @@ def test_a_node_is_switched_and_stays_the_same_node(
     host.wait("the node is Ready", host.nodes_are_ready)
     host.offer_gpus()
     host.apply(deployment())
-    host.wait("the pod runs", lambda: runs(host))
+    host.wait("the pod runs", host.deployment_runs)
     assert host.run_gpu_pod().count("GPU-") == 1
     node, root = host.get("node", NODE), run(["stat", "-c", "%i", f"/var/lib/machines/{MACHINE}"]).stdout
     configure(host, "maxPods = 37")
@@ -100,7 +82,7 @@ def test_a_node_is_switched_and_stays_the_same_node(
 
     def pods_run() -> None:
         host.wait("the node is Ready", host.nodes_are_ready)
-        host.wait("the pod has come back", lambda: runs(host))
+        host.wait("the pod has come back", host.deployment_runs)
         # At once: the command has waited until the device plugin offers the GPUs.
         assert host.run_gpu_pod().count("GPU-") == 1
 
@@ -154,3 +136,35 @@ def test_a_node_whose_kubelet_does_not_start_goes_back_even_if_the_command_was_k
     run(["unbounded-agent", "switch", MACHINE, "--forget"])
     left = run(["ls", "-A", "/var/lib/machines"]).stdout.split()
     assert [name for name in left if not name.startswith(".#") and name != "lost+found"] == [MACHINE]
+
+
+def test_a_node_that_offers_its_gpus_itself_is_switched(
+    empty_host: EmptyHost, measured: Callable[[str, object], None]
+) -> None:
+    """By Dynamic Resource Allocation: the new root offers the same GPUs, and none is still given to the former pod."""
+    host, run, settings = empty_host, empty_host.guest.run, 'allocation = "dra"'
+    configure(host, "maxPods = 50", settings)
+    run(["unbounded-agent", "up"], timeout=1500)
+    host.apply(pod_network(), "runtime-class", "device-class-nvidia")
+    host.wait("the node is Ready", host.nodes_are_ready)
+    host.wait("the node offers its GPUs", lambda: len(offered(host)) == GPUS)
+    works, before = deployment(), offered(host)
+    (container,) = works["spec"]["template"]["spec"]["containers"]
+    container["resources"] = {"limits": {RESOURCE: str(GPUS)}}
+    host.apply(works)
+    host.wait("the pod runs, with all GPUs", host.deployment_runs)
+    configure(host, "maxPods = 51", settings)
+    run(["unbounded-agent", "switch", MACHINE], timeout=1500)
+    measured("seconds down", down(host))
+    host.wait("the node is Ready", host.nodes_are_ready)
+    host.wait("the node has the new settings", lambda: pods_of_node(host) == 51)
+    host.wait("the pod has come back, with all GPUs", host.deployment_runs)
+    host.wait("the new root offers the same GPUs", lambda: offered(host) == before)
+    assert len(host.get("resourceclaims")["items"]) == 1
+
+
+def offered(host: EmptyHost) -> list[str]:
+    """Return the UUIDs of the GPUs in the node's ResourceSlices that no taint keeps from pods."""
+    devices = [device for each in host.get("resourceslices")["items"] for device in each["spec"].get("devices", ())]
+    usable = [each["attributes"] for each in devices if not each.get("taints")]
+    return sorted(each["uuid"]["string"] for each in usable if "uuid" in each)
