@@ -57,6 +57,8 @@ LOOK_LIMIT = 300.0
 """Seconds for a look at all files of a root, which others read and write meanwhile."""
 IMAGES_LIMIT = 900.0
 """Seconds in which a machine's images go to its candidate, while its pods run on."""
+PROGRAMS_LIMIT = 180.0
+"""Seconds in which a candidate must have run its node's programs."""
 MAY_BE_CORDONED, IS_CORDONED = b"asked\n", b"drained\n"
 """What the note of a drain says of the node."""
 SHOWN = 3
@@ -136,6 +138,14 @@ def what_is_lost(machine: str, system: System, limit: float = LOOK_LIMIT) -> tup
     Raises AgentError if the machine did not look at all of them, or does not know its pods' volumes.
     """
     return _ask(machine, system, lambda _: None, LeaveTask.LOOK, limit).lost
+
+
+def try_programs(machine: str, system: System, progress: Progress) -> None:
+    """Let a candidate run the programs of its node, such as its kubelet, without an effect.
+
+    Raises AgentError if one does not run; NoAnswerError if its image has an agent that cannot try them.
+    """
+    _ask(machine, system, progress, LeaveTask.TRY_PROGRAMS, PROGRAMS_LIMIT)
 
 
 def pass_images(machine: str, other: str, system: System, progress: Progress) -> None:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from agent.config.settings import Config
 from agent.host.apply.steps import apply
 from agent.host.joining import Watch
-from agent.host.leave import pass_images, uncordon, was_drained
+from agent.host.leave import NoAnswerError, pass_images, try_programs, uncordon, was_drained
 from agent.host.provision.apply import performers
 from agent.host.provision.node_files import NodeRecord, is_others_candidate, root_record
 from agent.host.provision.plan import (
@@ -80,6 +80,7 @@ class Switching(Struct, frozen=True):
         return (
             *(each.describe() for each in steps),
             first,
+            f"run the programs of a node in machine {candidate_of(self.name)}, without an effect",
             f"pass the images of machine {self.name}'s containers to machine {candidate_of(self.name)}",
             f"stop machine {candidate_of(self.name)}",
             f"move the pods of machine {self.name} to other nodes",
@@ -105,7 +106,7 @@ class Switching(Struct, frozen=True):
         Return for how many seconds to wait for the machine, when it boots with the same root file system.
 
         A candidate proves what a machine's Ready means: each GPU opens, the CDI specification is verified, containerd
-        answers.
+        answers. Its kubelet only shows that it runs at all.
         """
         images = [each.record.image.name for each in steps if isinstance(each, PublishCandidate)]
         self._record("trying", image=images[0] if images else "")
@@ -113,7 +114,16 @@ class Switching(Struct, frozen=True):
         self._run(*steps)
         began = time.monotonic()
         self._start(candidate_of(self.name))
-        return max(SLOWER * (time.monotonic() - began), SHORTEST_WAIT)
+        took = time.monotonic() - began
+        self._try_programs()
+        return max(SLOWER * took, SHORTEST_WAIT)
+
+    def _try_programs(self) -> None:
+        progress = self.reconciler.progress
+        try:
+            try_programs(candidate_of(self.name), self._system, progress)
+        except NoAnswerError as error:
+            progress(f"whether its kubelet runs shows only after the switch: {error}")
 
     def pass_images(self) -> None:
         """Give the images of the machine's containers to its candidate: later, pods need not pull them."""

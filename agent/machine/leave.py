@@ -689,6 +689,24 @@ def _through_pipe(work: _Work, direction: str, *arguments: str) -> None:
     _ctr(work, "sh", "-c", f'exec "$@" {direction}{PIPE}', "sh", *CTR, *arguments)
 
 
+# The programs of a node, which do not run in a candidate: its kubelet is masked.
+
+PROGRAMS = (("kubelet", "--version"), ("kubectl", "version", "--client"))
+PROGRAM_LIMIT = 60.0
+"""Seconds for a program's first run: the disk may be slow."""
+
+
+def _try_programs(work: _Work) -> str:
+    """Raise an error if one does not run, for example because it was made for other processors."""
+    for name, *arguments in PROGRAMS:
+        if work.system.find_program(name):
+            work.system.run(name, *arguments, timeout=PROGRAM_LIMIT)
+            work.check()
+        elif name == "kubelet":
+            raise AgentError("its root file system has no kubelet")
+    return ""
+
+
 TASKS: Mapping[LeaveTask, Callable[[_Work], str]] = {
     LeaveTask.DRAIN: _drain,
     LeaveTask.UNCORDON: _uncordon,
@@ -696,5 +714,6 @@ TASKS: Mapping[LeaveTask, Callable[[_Work], str]] = {
     LeaveTask.EVICT: _evict_users,
     LeaveTask.GIVE_IMAGES: _give_images,
     LeaveTask.TAKE_IMAGES: _take_images,
+    LeaveTask.TRY_PROGRAMS: _try_programs,
 }
 """Each returns a message for the host."""

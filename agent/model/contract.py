@@ -320,6 +320,8 @@ class LeaveTask(StrEnum):
     """Write the images of the machine's containers into the pipe."""
     TAKE_IMAGES = "take images"
     """Take the images that come out of the pipe."""
+    TRY_PROGRAMS = "try programs"
+    """Run the programs of a node, which a candidate has not run, without an effect."""
 
 
 class LeaveRequest(NamedTuple):

@@ -5,6 +5,7 @@ import json
 import os
 import posixpath
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,6 @@ from agent.model.errors import AgentError
 from agent.model.paths import (
     KUBELET_CERTIFICATES,
     MACHINE_ROOTS,
-    MACHINED_STATE,
     MACHINES_STATE,
     NODES,
     SWITCHES,
@@ -100,7 +100,8 @@ def test_a_node_gets_another_root_file_system(host: NodeHost, capsys: Capture) -
     said = capsys.readouterr().out
     passes = f"would pass the images of machine {MACHINE}'s containers to machine {CANDIDATE}\n"
     ready = f"would start machine {CANDIDATE}, and wait until it is ready\n"
-    assert f"{ready}{passes}would stop machine {CANDIDATE}\n" in said
+    tries = f"would run the programs of a node in machine {CANDIDATE}, without an effect\n"
+    assert f"{ready}{tries}{passes}would stop machine {CANDIDATE}\n" in said
     assert host.link_inode(ROOT) == before
     assert not host.exists(SWITCHES)
     assert switch(host, f"--kubeconfig {ADMIN}") == 0
@@ -206,20 +207,31 @@ def switch_fails(host: NodeHost) -> str:
     return error.value.message
 
 
-def test_a_candidate_gets_the_images_before_the_pods_are_moved(host: NodeHost, clock: Clock) -> None:
-    said = list[LeaveTask]()
-
-    def answer() -> None:
-        for name in (CANDIDATE, MACHINE):
-            if host.exists(leave_file(name)):
-                request = parse_leave_request(host.read(leave_file(name)))
-                said.append(request.task)
-                host.write(leaving_file(name), render_leave_answer(LeaveAnswer(request.id, LeaveEnd.DONE, 1.0)))
-
-    host.file(f"{MACHINED_STATE}/{CANDIDATE}")
-    clock.meanwhile = answer
+def test_a_candidate_runs_the_programs_and_gets_the_images_before_the_pods_are_moved(host: NodeHost) -> None:
     assert switch(host) == 0
-    assert [*dict.fromkeys(said)] == ["look", "take images", "give images", "drain", "uncordon"]
+    asked = [argv[0] for argv in host.runner.calls if argv[0] in [*LeaveTask]]
+    assert [*dict.fromkeys(asked)] == ["look", "try programs", "take images", "give images", "drain", "uncordon"]
+
+
+@pytest.mark.parametrize("tries", [True, False])
+def test_a_kubelet_that_does_not_run_costs_no_pod_anything(host: NodeHost, clock: Clock, tries: bool) -> None:
+    """An image with an older agent does not try it: the switch goes on."""
+    answer, before = answers(host), host.link_inode(ROOT)
+
+    def refuse() -> None:
+        if host.exists(leave_file(CANDIDATE)):
+            request = parse_leave_request(host.read(leave_file(CANDIDATE)))
+            if request.task is LeaveTask.TRY_PROGRAMS:
+                why = "kubelet: exec format error"
+                said = render_leave_answer(LeaveAnswer(request.id, LeaveEnd.FAILED, 1.0, message=why))
+                return host.write(leaving_file(CANDIDATE), said) if tries else None
+        return answer()
+
+    clock.meanwhile = refuse
+    with pytest.raises(AgentError, match=r"its candidate: .*exec format error") if tries else nullcontext():
+        assert switch(host) == 0
+    assert (host.link_inode(ROOT) == before) is tries
+    assert ((LeaveTask.DRAIN,) in host.runner.calls) is not tries
 
 
 def test_nothing_is_left_to_do_for_the_candidate_while_the_machine_is_down(host: NodeHost) -> None:

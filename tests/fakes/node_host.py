@@ -213,14 +213,21 @@ class NodeHost(Host):
 
 
 def answers(host: NodeHost, end: LeaveEnd = LeaveEnd.DONE, **facts: Any) -> Callable[[], None]:  # noqa: ANN401
-    """Let the machine run, and return what it does while a command waits: it answers the request."""
-    host.file(f"{MACHINED_STATE}/{MACHINE}")
+    """Let the machine and its candidate run, and return what they do while a command waits: they answer requests.
+
+    The candidate does all that it is asked for.
+    """
+    for name in (MACHINE, CANDIDATE):
+        host.file(f"{MACHINED_STATE}/{name}")
 
     def answer() -> None:
-        if host.exists(leave_file(MACHINE)):
-            request = parse_leave_request(host.read(leave_file(MACHINE)))
-            host.runner.calls.append((request.task,))
-            host.write(leaving_file(MACHINE), render_leave_answer(LeaveAnswer(request.id, end, 1.0, **facts)))
+        for name in (MACHINE, CANDIDATE):
+            if host.exists(leave_file(name)):
+                request = parse_leave_request(host.read(leave_file(name)))
+                host.runner.calls.append((request.task,))
+                said = LeaveAnswer(request.id, end, 1.0, **facts)
+                candidates = LeaveAnswer(request.id, LeaveEnd.DONE, 1.0)
+                host.write(leaving_file(name), render_leave_answer(said if name == MACHINE else candidates))
 
     return answer
 

@@ -457,6 +457,33 @@ def test_a_root_of_somebody_else_is_not_looked_at(made: Node) -> None:
     assert ask(made, LeaveTask.LOOK)["end"] == "unable"
 
 
+# The programs of a node, in its candidate.
+
+
+@pytest.mark.parametrize(
+    ("status", "programs", "end", "message"),
+    [
+        (0, ("kubelet", "kubectl"), "done", ""),
+        (0, ("kubelet",), "done", ""),
+        (0, ("kubectl",), "failed", "its root file system has no kubelet"),
+        (1, ("kubelet", "kubectl"), "failed", "kubelet --version"),
+    ],
+)
+def test_a_candidate_runs_the_programs_of_a_node(
+    node: Node, status: int, programs: tuple[str, ...], end: str, message: str
+) -> None:
+    node.drop("/usr/local/bin/kubectl")
+    for name in programs:
+        node.put(f"/usr/local/bin/{name}")
+        node.program(name, "x v1.36.3", status)
+    node.calls.clear()
+    answer = ask(node, LeaveTask.TRY_PROGRAMS)
+    assert (answer["end"], message in answer["message"]) == (end, True), answer
+    tried = [call for call in node.calls if "systemctl" not in call[0]]
+    every = [("kubelet", "--version"), ("kubectl", "version", "--client")]
+    assert tried == ([call for call in every if call[0] in programs] if end == "done" else every[:status])
+
+
 # The images of its containers, for its candidate.
 
 DIGEST = "sha256:" + "ab" * 32
