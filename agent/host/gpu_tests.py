@@ -98,11 +98,11 @@ def run_tests(
         gpus = [find_gpu(address, facts) for address in addresses]
         problems = {gpu.pci_address: why for gpu in gpus if (why := _problem(gpu, facts, force))}
         places = {gpu.pci_address: _machines(gpu, facts)[0] for gpu in gpus if gpu.pci_address not in problems}
-        request = GpuTestRequest(secrets.token_hex(8), seconds, (), force)
+        request = GpuTestRequest(secrets.token_hex(8), seconds, (), force, locked=True)
         uuids = {gpu.pci_address: gpu.uuid for gpu in gpus}
         drivers = {gpu.pci_address: module_version(gpu, facts) for gpu in gpus}
         shared = frozenset(gpu.pci_address for gpu in gpus if len(_machines(gpu, facts)) > 1)
-        tests = _Tests(reconciler, timing, request, places, problems, uuids, drivers, shared)
+        tests = _Tests(reconciler, timing, stack, request, places, problems, uuids, drivers, shared)
         if places:
             try:
                 tests.run()
@@ -152,6 +152,8 @@ class _Tests(Struct):
 
     reconciler: Reconciler
     timing: Timing
+    until: ExitStack
+    """Ends when this no longer waits."""
     request: GpuTestRequest
     """As each machine gets it, without the GPUs."""
     places: Mapping[str, str]
@@ -205,7 +207,9 @@ class _Tests(Struct):
         """Write machines' requests, also if they are there already. One that cannot get its own stops no other."""
         self.published = time.monotonic()
         for name in names:
-            if failures := publish_request(self.reconciler.system, gpu_test_file, name, self.requests[name]):
+            if failures := publish_request(
+                self.reconciler.system, gpu_test_file, name, self.requests[name], self.until
+            ):
                 self.problems[name] = failures[0]
 
     def _look(self) -> tuple[None, str]:

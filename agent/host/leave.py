@@ -9,7 +9,7 @@ import posixpath
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -216,9 +216,9 @@ def _asked(
     """Publish a request as long as the block lasts. Raises AgentError."""
     _refuse_stopped(machine, system)
     busy = f"another command waits for machine {machine}"
-    with locked(system, leave_lock_file(machine), 0, busy):
+    with locked(system, leave_lock_file(machine), 0, busy), ExitStack() as until:
         request = LeaveRequest(secrets.token_hex(8), task, limit, gpus)
-        waiting = _Waiting(machine, system, progress, request, time.monotonic())
+        waiting = _Waiting(machine, system, progress, request, until, time.monotonic())
         try:
             waiting.publish()
             yield waiting
@@ -245,6 +245,8 @@ class _Waiting(Struct):
     system: System
     progress: Progress
     request: LeaveRequest
+    until: ExitStack
+    """Ends when nobody waits any longer."""
     asked: float
     published: float = 0.0
     heard: float = 0.0
@@ -254,7 +256,8 @@ class _Waiting(Struct):
     def publish(self) -> None:
         """Write the request, also if it is there already. Raises CannotLeaveError."""
         self.published = time.monotonic()
-        if failures := publish_request(self.system, leave_file, self.machine, render_leave_request(self.request)):
+        document = render_leave_request(self.request)
+        if failures := publish_request(self.system, leave_file, self.machine, document, self.until):
             raise CannotLeaveError("; ".join(failures))
 
     def answer(self) -> LeaveAnswer:

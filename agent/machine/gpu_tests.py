@@ -26,7 +26,7 @@ from agent.machine.kubelet import (
     published_devices,
 )
 from agent.machine.notes import InBackground, in_words
-from agent.machine.requests import WithdrawnError, serve
+from agent.machine.requests import WithdrawnError, read_request, serve
 from agent.machine.vendors import VENDORS
 from agent.model.contract import (
     FIRST_CONTEXT,
@@ -95,10 +95,7 @@ def run(system: System) -> int:
 
 
 def _requested(system: System) -> GpuTestRequest | None:
-    try:
-        return parse_test_request(system.read(REQUEST, SIZE_LIMIT))
-    except FileNotFoundError:
-        return None
+    return read_request(REQUEST, parse_test_request, system)
 
 
 def _answer(system: System, request: GpuTestRequest) -> None:

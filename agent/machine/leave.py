@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from agent.machine.kubelet import Claim, prepared_claims
 from agent.machine.notes import InBackground, Owned, in_words
-from agent.machine.requests import WithdrawnError, serve
+from agent.machine.requests import WithdrawnError, read_request, serve
 from agent.machine.vendors import VENDORS
 from agent.model.conditions import Condition, ConditionType
 from agent.model.contract import (
@@ -90,10 +90,7 @@ def run(system: System) -> int:
 
 
 def _requested(system: System) -> LeaveRequest | None:
-    try:
-        return parse_leave_request(system.read(REQUEST, SIZE_LIMIT))
-    except FileNotFoundError:
-        return None
+    return read_request(REQUEST, parse_leave_request, system)
 
 
 def _answer(system: System, request: LeaveRequest) -> None:

@@ -230,6 +230,8 @@ class GpuTestRequest(NamedTuple):
     gpus: tuple[GpuToTest, ...]
     force: bool = False
     """Whether to test also GPUs that pods have."""
+    locked: bool = False
+    """Whether the document is locked as long as the host half waits."""
 
 
 class GpuTestEnd(StrEnum):
@@ -333,6 +335,11 @@ class LeaveRequest(NamedTuple):
     """After these, the machine gives up."""
     gpus: tuple[Address, ...] = ()
     """Only to evict: the GPUs that no pod should have."""
+
+    @property
+    def locked(self) -> bool:
+        """The document is locked as long as the host half waits."""
+        return True
 
 
 class LeaveEnd(StrEnum):

@@ -142,7 +142,7 @@ DRA_DRIVER = "gpu.unbounded-agent.io"
 """The name of the driver for Dynamic Resource Allocation, by which DeviceClasses select."""
 LEAVE_NAME = "leave.json"
 """A file next to the handoff: what the machine does before it stops, or after it has started. It exists while a command
-on the host waits for the answer."""
+on the host waits for the answer, which keeps it locked (agent.machine.requests)."""
 LEAVING_NAME = "leaving.json"
 """A file next to the report: how far that is."""
 IMAGES_NAME = "images"

@@ -24,6 +24,8 @@ from agent.model.paths import RUNTIME, STATE
 from agent.system import removal
 from agent.system.opening import (
     content,
+    is_locked,
+    kept_locked,
     lock_file,
     new_file,
     new_pipe,
@@ -438,6 +440,10 @@ class System:
         """Return content and change time of a file that other users may replace. Raises OSError (ELOOP) for a link."""
         return content(open_probe(self._at(path, follow=False), follow=False), path, limit)
 
+    def is_locked(self, path: str) -> bool:
+        """Return whether somebody keeps a regular file locked (flock(2)), as `stream` does. Never waits."""
+        return is_locked(self._at(path))
+
     def read_text(self, path: str) -> str:
         """Return the content of a regular file as text. Bytes that are not UTF-8 become surrogates."""
         return self.read(path).decode(errors="surrogateescape")
@@ -518,12 +524,23 @@ class System:
         """Replace a file atomically and durably: no reader ever sees a part of the content."""
         self.stream(path, (content,), mode)
 
-    def stream(self, path: str, chunks: Iterable[bytes], mode: int = 0o644, *, durable: bool = True) -> None:
+    def stream(
+        self,
+        path: str,
+        chunks: Iterable[bytes],
+        mode: int = 0o644,
+        *,
+        durable: bool = True,
+        until: contextlib.ExitStack | None = None,
+    ) -> None:
         """Replace a file as `write` does. If `chunks` raises an error, the old file stays.
 
-        If this is not `durable`, a crash of the kernel before `sync` may leave the old file or a damaged one.
+        If this is not `durable`, a crash of the kernel before `sync` may leave the old file or a damaged one. The new
+        file is locked before anybody sees it, `until` that ends.
         """
         with self._replacing(path) as temporary, new_file(temporary) as file:
+            if until is not None:
+                until.callback(os.close, kept_locked(file))
             file.writelines(chunks)
             file.flush()
             os.fchmod(file.fileno(), mode)

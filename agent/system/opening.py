@@ -7,6 +7,7 @@ watchdog starts it, and a write lease (F_SETLEASE in fcntl(2)) blocks an open fo
 """
 
 import errno
+import fcntl
 import io
 import os
 import stat
@@ -107,6 +108,22 @@ def write_existing(place: str, value: bytes) -> None:
         os.write(descriptor, value)
     finally:
         os.close(descriptor)
+
+
+def kept_locked(file: io.BufferedWriter) -> int:
+    """Lock a new file (flock(2)) until the descriptor that is returned is closed, or this process ends."""
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return os.dup(file.fileno())
+
+
+def is_locked(place: str) -> bool:
+    """Return whether somebody keeps a regular file locked. This does not wait. Raises OSError."""
+    with plain(place) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
 
 
 def new_pipe(place: str) -> None:

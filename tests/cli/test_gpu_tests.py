@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -135,7 +136,9 @@ def test_the_way_to_the_machine_and_back(
 
     def answer() -> None:
         states.append(state(site))
-        machine.put(gpu_tests.REQUEST, site.host.read(REQUEST))
+        # The same file: the directory is bound into the machine.
+        os.link(site.host.full_path(REQUEST), machine.full_path(gpu_tests.REQUEST))
+        assert site.host.is_locked(REQUEST), "if this process is killed, the test ends"
         assert gpu_tests.run(machine) == 0
         site.host.write(RESULTS, machine.read(gpu_tests.RESULTS))
 

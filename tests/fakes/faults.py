@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -85,13 +86,21 @@ class FaultyHost(CardHost):
         self.look(path)
         return super().lines(path)
 
-    def stream(self, path: str, chunks: Iterable[bytes], mode: int = 0o644, *, durable: bool = True) -> None:
+    def stream(
+        self,
+        path: str,
+        chunks: Iterable[bytes],
+        mode: int = 0o644,
+        *,
+        durable: bool = True,
+        until: ExitStack | None = None,
+    ) -> None:
         if self.fault and not self.struck and self.fault == ("kill within", 0):
             self.make_directory(os.path.dirname(path))
             content = b"".join(chunks)
             chunks = (content,)
             Path(temporary_path(self.full_path(path))).write_bytes(content[: len(content) // 2])
-        self.step(lambda: super(FaultyHost, self).stream(path, chunks, mode, durable=durable))
+        self.step(lambda: super(FaultyHost, self).stream(path, chunks, mode, durable=durable, until=until))
 
     def remove(self, path: str) -> None:
         self.step(lambda: super(FaultyHost, self).remove(path))

@@ -7,7 +7,8 @@ above all GPUs, is synthetic: written after the driver's sources, not seen on si
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -272,10 +273,18 @@ class Host(System):
         self._fail(path)
         return super().read_untrusted(path, limit)
 
-    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+    def stream(
+        self,
+        path: str,
+        chunks: Iterable[bytes],
+        mode: int = 0o644,
+        *,
+        durable: bool = True,
+        until: ExitStack | None = None,
+    ) -> None:
         if path.startswith(tuple(self.full)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        super().write(path, content, mode)
+        super().stream(path, chunks, mode, durable=durable, until=until)
 
     def make_directory(self, path: str) -> None:
         if path.startswith(tuple(self.full)) and not self.exists(path):

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,17 @@ class Machine(System):
         self.digests.append(path)
         return super().digest(path)
 
-    def stream(self, path: str, chunks: Iterable[bytes], mode: int = 0o644, *, durable: bool = True) -> None:
+    def stream(
+        self,
+        path: str,
+        chunks: Iterable[bytes],
+        mode: int = 0o644,
+        *,
+        durable: bool = True,
+        until: ExitStack | None = None,
+    ) -> None:
         self.before_write(path)
-        super().stream(path, chunks, mode, durable=durable)
+        super().stream(path, chunks, mode, durable=durable, until=until)
 
     def link(self, path: str, target: str) -> None:
         self.before_link(path)

@@ -98,6 +98,7 @@ def test_the_request_says_what_and_for_how_long(host: Host, clock: Clock) -> Non
 
     def look() -> None:
         assert was_drained(MACHINE, host), "the machine may cordon the node although this process is killed now"
+        assert host.is_locked(leave_file(MACHINE)), "then, the machine evicts no more pods"
         seen.append(parse_leave_request(host.read(leave_file(MACHINE))))
         says(host, answer())()
 
@@ -136,6 +137,7 @@ def test_a_request_that_a_machine_misses_is_written_again(host: Host, clock: Clo
 
     def misses_the_first() -> None:
         missed.append(host.link_inode(leave_file(MACHINE)))
+        assert host.is_locked(leave_file(MACHINE))
         if missed[-1] != missed[0]:
             says(host, answer())()
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -303,24 +304,41 @@ def test_gpus_without_a_test(ready: Machine) -> None:
     assert ends(ready, LINKED[0])[0][1] == "there is no test for this vendor (amd)"
 
 
-@pytest.mark.parametrize("another", [False, True])
-def test_a_request_that_the_host_withdraws_ends_the_test_at_once(ready: Machine, another: bool) -> None:
+def locked(machine: Machine, until: ExitStack) -> None:
+    """Publish a request as releases after 0.1 do; `ask` does as 0.1 does."""
+    request = GpuTestRequest("ab", 5.0, LINKED, locked=True)
+    machine.stream(gpu_tests.REQUEST, (render_test_request(request),), until=until)
+
+
+@pytest.mark.parametrize("how", ["another", "removed", "killed"])
+def test_a_request_that_the_host_withdraws_ends_the_test_at_once(ready: Machine, how: str) -> None:
     """Whoever interrupts the command wants the GPU back. systemd kills the program, and starts the service again."""
-    over = threading.Event()
+    over, waiting = threading.Event(), ExitStack()
 
     def wait(argv: tuple[str, ...]) -> Completed:
-        if another:
-            ask(ready, request="cd")
-        else:
-            ready.drop(gpu_tests.REQUEST)
+        match how:
+            case "another":
+                ask(ready, request="cd")
+            case "removed":
+                ready.drop(gpu_tests.REQUEST)
+            case _:
+                waiting.close()
         over.wait(60)
         return program()(argv)
 
     ready.program("gpu_test", wait)
-    ask(ready)
+    locked(ready, waiting)
     assert gpu_tests.run(ready) == 1
     over.set()
+    waiting.close()
     assert not results(ready)["done"]
+
+
+def test_a_test_goes_on_while_the_command_waits(ready: Machine) -> None:
+    with ExitStack() as waiting:
+        locked(ready, waiting)
+        assert gpu_tests.run(ready) == 0
+    assert results(ready)["done"]
 
 
 def test_a_request_is_worked_on_once(ready: Machine) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -45,6 +46,18 @@ BUDGET = {"causes": [{"reason": "DisruptionBudget", "message": "The disruption b
 
 
 @pytest.fixture
+def waiting() -> Iterator[ExitStack]:
+    """The command on the host, which waits until this ends."""
+    with ExitStack() as until:
+        yield until
+
+
+def publish(node: Node, waiting: ExitStack, task: LeaveTask = LeaveTask.DRAIN, request: str = "ab") -> None:
+    """Let the host ask for something."""
+    node.stream(REQUEST, (render_leave_request(LeaveRequest(request, task, 60.0)),), until=waiting)
+
+
+@pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     node = joined_node(tmp_path / "machine")
     yield node
@@ -71,8 +84,10 @@ def ask(
     gpus: tuple[str, ...] = (),
 ) -> Any:  # noqa: ANN401
     """Let the machine work on a request, and return its answer."""
-    node.put(REQUEST, render_leave_request(LeaveRequest(request, task, seconds, gpus)))
-    assert leave.run(node) == 0
+    with ExitStack() as waiting:
+        document = render_leave_request(LeaveRequest(request, task, seconds, gpus))
+        node.stream(REQUEST, (document,), until=waiting)
+        assert leave.run(node) == 0
     return json.loads(node.read(ANSWER))
 
 
@@ -153,19 +168,45 @@ def test_a_pod_that_ends_is_waited_for_and_not_evicted_again(node: Node, clock: 
     assert ask(node, request="cd")["end"] == "done"
 
 
-def test_a_request_that_the_host_withdraws_ends_the_drain(node: Node, clock: Clock) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_request_that_the_host_withdraws_ends_the_drain(
+    node: Node, clock: Clock, waiting: ExitStack, killed: bool
+) -> None:
+    """So does a command that is killed, and can withdraw nothing: systemd starts the service again, which ends then."""
     pod(node, "web")
     node.api.budgets["web"] = BUDGET
-    clock.meanwhile = lambda: node.drop(REQUEST) if node.exists(REQUEST) else None
-    node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.DRAIN, 600)))
+    clock.meanwhile = waiting.close if killed else lambda: node.drop(REQUEST) if node.exists(REQUEST) else None
+    publish(node, waiting)
     assert leave.run(node) == 1
     assert clock.passed < 5
     assert state(node)[0], "the host uncordons it"
+    assert node.exists(REQUEST) is killed
+    node.api.requests.clear()
+    assert leave.run(node) == 0
+    assert node.api.requests == []
 
 
-def test_a_request_that_is_withdrawn_before_it_is_begun_changes_nothing(node: Node) -> None:
+def test_a_request_of_a_command_that_is_gone_is_not_begun(node: Node, waiting: ExitStack) -> None:
+    publish(node, waiting)
+    waiting.close()
+    assert leave.run(node) == 0
+    assert not node.exists(ANSWER)
+    assert state(node) == (False, {})
+
+
+def test_a_request_that_is_written_again_goes_on(node: Node, clock: Clock, waiting: ExitStack) -> None:
+    """The host does that until it hears that the machine has begun."""
+    pod(node, "web")
+    node.api.budgets["web"] = BUDGET
+    publish(node, waiting)
+    clock.meanwhile = lambda: publish(node, waiting) if clock.passed < 20 else node.api.budgets.clear()
+    assert leave.run(node) == 0
+    assert json.loads(node.read(ANSWER))["end"] == "done"
+
+
+def test_a_request_that_is_withdrawn_before_it_is_begun_changes_nothing(node: Node, waiting: ExitStack) -> None:
     """The host looks for an answer after that: if there is none, it says that nothing was changed."""
-    node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.DRAIN, 600)))
+    publish(node, waiting)
     node.before_write = lambda path: node.drop(REQUEST) if path == ANSWER and node.exists(REQUEST) else None
     assert leave.run(node) == 1
     assert json.loads(node.read(ANSWER))["end"] == "working"
@@ -619,21 +660,24 @@ def test_images_do_not_fill_the_disk(node: Node) -> None:
     assert (answer["end"], answer["message"]) == ("failed", "less than 20% of the disk would be free")
 
 
-def test_a_wait_at_the_pipe_ends_when_the_host_withdraws_its_request(node: Node) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_wait_at_the_pipe_ends_when_the_host_withdraws_its_request(
+    node: Node, waiting: ExitStack, killed: bool
+) -> None:
     """Otherwise, nothing could drain the machine meanwhile."""
     over = Event()
 
     def waits() -> int:
-        node.drop(REQUEST)
+        waiting.close() if killed else node.drop(REQUEST)
         return int(over.wait(20))
 
     containerd(node, through_pipe=waits)
-    node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.GIVE_IMAGES, 60.0)))
+    publish(node, waiting, LeaveTask.GIVE_IMAGES)
     assert leave.run(node) == 1
     over.set()
 
 
-def test_a_containerd_that_hangs_keeps_no_drain_waiting(node: Node) -> None:
+def test_a_containerd_that_hangs_keeps_no_drain_waiting(node: Node, waiting: ExitStack) -> None:
     """Whatever ctr is asked for: the machine says that it works, and ends when the host withdraws its request."""
     over = Event()
 
@@ -644,7 +688,7 @@ def test_a_containerd_that_hangs_keeps_no_drain_waiting(node: Node) -> None:
 
     containerd(node)
     node.program("ctr", hangs)
-    node.put(REQUEST, render_leave_request(LeaveRequest("ab", LeaveTask.GIVE_IMAGES, 60.0)))
+    publish(node, waiting, LeaveTask.GIVE_IMAGES)
     try:
         assert leave.run(node) == 1
     finally:

@@ -2,8 +2,12 @@
 
 import os
 import resource
+import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -93,6 +97,37 @@ def test_a_lock_is_its_owners_alone_and_not_made_behind_a_link(system: System, t
             system.open_lock("/link")
     assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "target").exists()
+
+
+HOLDS = """
+import subprocess, sys, time
+from contextlib import ExitStack
+from agent.system.files import System
+System(None, sys.argv[1]).stream("/request", (b"content",), until=ExitStack())
+subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.processes
+def test_a_file_is_locked_until_its_writer_ends_or_is_killed(system: System, tmp_path: Path) -> None:
+    """What the writer has started, and still runs, holds no lock."""
+    with ExitStack() as until:
+        system.stream("/request", (b"content",), until=until)
+        assert system.is_locked("/request")
+    assert not system.is_locked("/request")
+    argv = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout
+        assert process.stdout.readline()
+        try:
+            assert system.is_locked("/request")
+            process.kill()
+            process.wait()
+            assert not system.is_locked("/request")
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_an_error_of_a_write_names_the_file(system: System) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from operator import eq
 from typing import Any, TypeAlias
@@ -382,11 +382,12 @@ def publish_documents(
     with_state: Collection[str],
     unchanged: Collection[str] = (),
     same: Callable[[bytes, bytes], bool] = eq,
+    until: ExitStack | None = None,
 ) -> tuple[str, ...]:
     """Write the document of each machine in `documents`; remove that of any other machine that is not in `unchanged`.
 
     `with_state` are the machines that may have one. Return failures, one sentence each. A document is written, and
-    wakes the machine's service, only if it is not the `same` as before.
+    wakes the machine's service, only if it is not the `same` as before. It stays locked `until` that ends.
     """
     failures = []
     for name in sorted({*with_state, *documents} - set(unchanged)):
@@ -404,7 +405,7 @@ def publish_documents(
             before = read_seen(lambda path: system.read_untrusted(path)[0], path)
             if not isinstance(before, bytes) or not same(before, content):
                 make_way(path, system)
-                system.write(path, content)
+                system.stream(path, (content,), until=until)
         except Exception as error:
             why = reason(error, path) if isinstance(error, OSError) else in_words(error)
             failures.append(f"cannot update {path}: {why}")
@@ -417,9 +418,14 @@ while the machine's service does not run (path_enter_running in path.c): it miss
 one ends."""
 
 
-def publish_request(system: System, file_of: Callable[[str], str], machine: str, document: bytes) -> tuple[str, ...]:
-    """Write a request, also if it is there already: that wakes the machine's service once more. Return failures."""
-    return publish_documents(system, file_of, {machine: document}, (machine,), same=lambda *_: False)
+def publish_request(
+    system: System, file_of: Callable[[str], str], machine: str, document: bytes, until: ExitStack
+) -> tuple[str, ...]:
+    """Write a request, also if it is there already: that wakes the machine's service once more. Return failures.
+
+    It holds `until` that ends, or this process: then, the machine finds it unlocked (agent.machine.requests).
+    """
+    return publish_documents(system, file_of, {machine: document}, (machine,), same=lambda *_: False, until=until)
 
 
 def publish_host_status(system: System, documents: Mapping[str, bytes], with_state: Collection[str]) -> tuple[str, ...]:
