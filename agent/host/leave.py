@@ -5,6 +5,7 @@ The host half runs nothing in a machine: it publishes a request, and reads the a
 half has the kubelet's identity, which may cordon its own Node and evict its pods (agent.machine.leave).
 """
 
+import math
 import posixpath
 import secrets
 import time
@@ -59,6 +60,8 @@ IMAGES_LIMIT = 900.0
 """Seconds in which a machine's images go to its candidate, while its pods run on."""
 PROGRAMS_LIMIT = 180.0
 """Seconds in which a candidate must have run its node's programs."""
+OTHER_END = 2.0
+"""Seconds in which the other end of a broken pipe says why it failed."""
 MAY_BE_CORDONED, IS_CORDONED = b"asked\n", b"drained\n"
 """What the note of a drain says of the node."""
 SHOWN = 3
@@ -162,12 +165,35 @@ def pass_images(machine: str, other: str, system: System, progress: Progress) ->
             while not taking.look() and not taking.last:
                 time.sleep(POLL)
             with _asked(machine, system, progress, LeaveTask.GIVE_IMAGES, IMAGES_LIMIT) as giving:
-                while not all([given := giving.look(), taking.look()]):
-                    time.sleep(POLL)
-        if given and given.message:
-            progress(f"machine {machine}: {given.message}")
+                said = _passed(giving, taking)
+        if said:
+            progress(f"machine {machine}: {said}")
     finally:
         _remove_all(pipes, system)
+
+
+def _passed(giving: "_Waiting", taking: "_Waiting") -> str:
+    """Wait until both are done, and return what the giving machine says. Raises AgentError if one fails.
+
+    That breaks the pipe for the other one, which fails as well: what both say is in the error, or the cause may not be.
+    """
+    left, failed, until = [giving, taking], list[AgentError](), math.inf
+    while left and time.monotonic() < until:
+        for each in tuple(left):
+            try:
+                if not each.look():
+                    continue
+            except CannotLeaveError:
+                raise
+            except AgentError as error:
+                failed.append(error)
+                until = min(until, time.monotonic() + OTHER_END)
+            left.remove(each)
+        if left:
+            time.sleep(POLL)
+    if failed:
+        raise AgentError("; ".join(each.message for each in failed), failed[0].hint)
+    return giving.last.message if giving.last else ""
 
 
 def _remove_all(pipes: Iterable[str], system: System) -> None:

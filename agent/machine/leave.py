@@ -39,7 +39,7 @@ from agent.model.contract import (
     render_leave_answer,
     slice_name,
 )
-from agent.model.errors import AgentError, DocumentError
+from agent.model.errors import AgentError, DocumentError, UnreadError
 from agent.model.handoff import SIZE_LIMIT
 from agent.model.json_document import get, parse_object
 from agent.model.paths import (
@@ -611,7 +611,10 @@ def _give_images(work: _Work) -> str:
         raise _UnableError("its containers have no image to pass on" + (f": {lacks}" if lacks else ""))
     # By its transfer API, ctr 2.2.1 ends with 0 before it has written all to a reader that is slower than it is.
     local = ["--local"] if "--local" in _ctr(work, *CTR, "export", "--help") else []
-    _through_pipe(work, ">", "export", *local, "-", *names)
+    try:
+        _through_pipe(work, ">", "export", *local, "-", *names)
+    except UnreadError as error:
+        raise AgentError("its candidate stopped reading its images") from error
     passed = f"its candidate has {counted(len(names), 'image name')} of its containers"
     return f"{passed}, but lacks {lacks}" if lacks else passed
 

@@ -61,6 +61,10 @@ class ExitCodeError(CommandError):
         self.status, self.stdout = status, stdout
 
 
+class UnreadError(CommandError):
+    """A program was killed (SIGPIPE) because nobody read what it wrote."""
+
+
 class UnkillableError(CommandError):
     """A program goes on, although it was killed at its time limit: it waits in the kernel. `pid` is its process id."""
 

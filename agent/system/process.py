@@ -9,10 +9,10 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from signal import SIGKILL, SIGXFSZ
+from signal import SIGKILL, SIGPIPE, SIGXFSZ
 from typing import BinaryIO, NamedTuple
 
-from agent.model.errors import CommandError, ExitCodeError, UnkillableError
+from agent.model.errors import CommandError, ExitCodeError, UnkillableError, UnreadError
 from agent.system.deadlines import bounded
 
 OUTPUT_LIMIT = 16 << 20
@@ -101,17 +101,23 @@ def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
         raise CommandError(argv, "not found", hint=f"install the package that contains {argv[0]}") from error
     except OSError as error:
         raise CommandError(argv, f"cannot be started: {error.strerror}") from error
-    if completed.status == -SIGXFSZ:
-        raise CommandError(argv, f"killed, because its output, or a file that it wrote, exceeds {FILE_LIMIT} bytes")
-    if completed.status != 0:
-        stderr = completed.stderr.decode(errors="replace")
-        if completed.status < 0:
-            hint = KILLED_HINT if completed.status == -SIGKILL else ""
-            raise CommandError(argv, f"killed by signal {-completed.status}", stderr, hint)
-        raise ExitCodeError(argv, completed.status, stderr, completed.stdout[:OUTPUT_LIMIT].decode(errors="replace"))
+    if completed.status < 0:
+        raise _killed(argv, -completed.status, completed.stderr.decode(errors="replace"))
+    if completed.status > 0:
+        stdout, stderr = (each.decode(errors="replace") for each in (completed.stdout[:OUTPUT_LIMIT], completed.stderr))
+        raise ExitCodeError(argv, completed.status, stderr, stdout)
     if len(completed.stdout) > OUTPUT_LIMIT:
         raise CommandError(argv, f"printed more than {OUTPUT_LIMIT} bytes")
     return completed.stdout.decode(errors="surrogateescape")
+
+
+def _killed(argv: tuple[str, ...], number: int, stderr: str) -> CommandError:
+    """Return the error for a program that was killed by the signal with this number."""
+    if number == SIGXFSZ:
+        return CommandError(argv, f"killed, because its output, or a file that it wrote, exceeds {FILE_LIMIT} bytes")
+    if number == SIGPIPE:
+        return UnreadError(argv, "killed, because nobody read what it wrote", stderr)
+    return CommandError(argv, f"killed by signal {number}", stderr, KILLED_HINT if number == SIGKILL else "")
 
 
 KILL_MARGIN = 3.0

@@ -328,6 +328,29 @@ def test_a_machine_that_fails_keeps_the_other_one_not_waiting(pair: Host, clock:
     assert not any(pair.exists(each(name)) for each in (leave_file, images_pipe) for name in (MACHINE, CANDIDATE))
 
 
+@pytest.mark.parametrize("later", [0, 1])
+@pytest.mark.parametrize("first", [MACHINE, CANDIDATE])
+def test_the_cause_is_told_whichever_end_of_the_pipe_is_heard_first(
+    pair: Host, clock: Clock, first: str, later: int
+) -> None:
+    """A pipe that breaks ends both, at the same moment or one after the other."""
+    seen = list[float]()
+
+    def meanwhile() -> None:
+        if asked(pair, MACHINE):
+            seen.append(clock.passed)
+        for name in (CANDIDATE, MACHINE):
+            failed = seen and clock.passed >= seen[0] + (0 if name == first else later)
+            answers(pair, name, LeaveEnd.FAILED if failed else LeaveEnd.WORKING, f"why {name}")
+
+    clock.meanwhile = meanwhile
+    with pytest.raises(AgentError) as error:
+        pass_images(MACHINE, CANDIDATE, pair, print)
+    assert all(f"machine {each}: machine says: why {each}" in error.value.message for each in (MACHINE, CANDIDATE))
+    assert not later or error.value.message.startswith(f"machine {first}: ")
+    assert clock.passed < 6
+
+
 def test_a_candidate_that_takes_nothing_leaves_the_machine_alone(pair: Host, clock: Clock) -> None:
     clock.meanwhile = lambda: answers(pair, MACHINE, LeaveEnd.DONE)
     with pytest.raises(CannotLeaveError, match=f"machine {CANDIDATE} has not answered"):

@@ -1,6 +1,7 @@
 """The drain of the Node by the machine, and the look for what another root would not have, with an API server."""
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -649,6 +650,13 @@ def test_why_images_were_not_taken_is_said(node: Node) -> None:
     containerd(node, through_pipe=lambda: 1)
     answer = ask(node, LeaveTask.TAKE_IMAGES)
     assert (answer["end"], "no space" in answer["message"]) == ("failed", True)
+
+
+def test_a_machine_whose_images_are_not_read_says_so(node: Node) -> None:
+    """Seen with ctr 1.6.20 and a candidate with a full disk: ctr is killed by SIGPIPE, and prints nothing."""
+    containerd(node, through_pipe=lambda: -signal.SIGPIPE)
+    answer = ask(node, LeaveTask.GIVE_IMAGES)
+    assert (answer["end"], answer["message"]) == ("failed", "its candidate stopped reading its images")
 
 
 def test_images_do_not_fill_the_disk(node: Node) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.model.errors import CommandError
+from agent.model.errors import CommandError, UnreadError
 from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Runner, TimeLimitError, host_runner, run_checked
 from agent.system.tool_runner import tool_runner
 from tests.fakes.umask import umask
@@ -62,6 +62,12 @@ def test_a_host_command_that_prints_a_gibibyte_is_killed_earlier() -> None:
 def test_a_program_that_the_kernel_killed_may_have_had_too_little_memory(runner: Runner) -> None:
     with pytest.raises(CommandError, match=r"killed by signal 9 \(probably .*MemoryMax=.*`journalctl -k --grep=oom`"):
         run_checked(runner, ("sh", "-c", "kill -KILL $$"), 20)
+
+
+def test_a_program_whose_output_nobody_reads_is_no_cause(runner: Runner) -> None:
+    """Of two programs that share a pipe, the other one has failed."""
+    with pytest.raises(UnreadError, match=r"killed, because nobody read what it wrote: why$"):
+        run_checked(runner, ("sh", "-c", "echo why >&2; kill -PIPE $$"), 20)
 
 
 def test_the_environment_of_a_program(runner: Runner, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
