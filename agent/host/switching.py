@@ -10,7 +10,7 @@ from msgspec import Struct
 from agent.config.settings import Config
 from agent.host.apply.steps import apply
 from agent.host.joining import Watch
-from agent.host.leave import NoAnswerError, pass_images, try_programs, uncordon, was_drained
+from agent.host.leave import NoAnswerError, clear, pass_images, try_programs, uncordon, was_drained
 from agent.host.provision.apply import performers
 from agent.host.provision.node_files import NodeRecord, is_others_candidate, root_record
 from agent.host.provision.plan import (
@@ -195,6 +195,7 @@ class Switching(Struct, frozen=True):
         switch = RECORDS.read(switch_record(self.name), self._system)
         if switch is None or switch.state in ("done", "failed"):
             return
+        clear(self.name, candidate_of(self.name), self._system, self.reconciler.progress)
         try:
             self._end(switch)
         finally:

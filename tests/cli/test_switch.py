@@ -20,7 +20,16 @@ from agent.host.state.records import read_history, write_history
 from agent.host.state.switches import RECORDS, Switch
 from agent.host.switching import UNIT, begin, work
 from agent.model.conditions import ConditionType
-from agent.model.contract import LeaveAnswer, LeaveEnd, LeaveTask, Lost, parse_leave_request, render_leave_answer
+from agent.model.contract import (
+    LeaveAnswer,
+    LeaveEnd,
+    LeaveRequest,
+    LeaveTask,
+    Lost,
+    parse_leave_request,
+    render_leave_answer,
+    render_leave_request,
+)
 from agent.model.errors import AgentError
 from agent.model.paths import (
     KUBELET_CERTIFICATES,
@@ -29,6 +38,7 @@ from agent.model.paths import (
     NODES,
     SWITCHES,
     identity_directory,
+    images_pipe,
     leave_file,
     leaving_file,
     machine_root,
@@ -618,6 +628,24 @@ def test_an_interrupted_switch_ends_with_a_node_that_is_uncordoned(host: NodeHos
     host.runner.calls.clear()
     assert work(node_reconciler(host), host.network) == ()
     assert (LeaveTask.UNCORDON,) not in host.runner.calls
+
+
+def test_an_interrupted_switch_leaves_nothing_in_the_handoff(host: NodeHost) -> None:
+    """Killed while it passes images, it leaves requests and a pipe. Nothing that looks at them opens the pipe."""
+    kill_at(host, ("systemctl", "stop", machine_unit(CANDIDATE)), 2)
+    with pytest.raises(KilledError):
+        switch(host)
+    host.tools.before = lambda argv: None
+    left = [each(name) for each in (leave_file, images_pipe) for name in (MACHINE, CANDIDATE)]
+    host.make_pipe(*left[2:])
+    for path in left[:2]:
+        host.write(path, render_leave_request(LeaveRequest("ab", LeaveTask.GIVE_IMAGES, 900.0)))
+    before = node_reconciler(host).reconcile()
+    assert before.failures == ()
+    assert all(host.exists(path) for path in left)
+    assert work(node_reconciler(host), host.network) == ()
+    assert not any(host.exists(path) for path in left)
+    assert state(host) == "failed"
 
 
 def test_a_former_root_file_system_is_not_forgotten_before_an_interrupted_switch_has_ended(host: NodeHost) -> None:

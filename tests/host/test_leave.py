@@ -5,6 +5,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from agent.host.leave import (
     MARGIN,
     SILENT,
     CannotLeaveError,
+    clear,
     drain,
     evict,
     lines,
@@ -29,10 +31,12 @@ from agent.model.contract import (
     LOST_LIMIT,
     LeaveAnswer,
     LeaveEnd,
+    LeaveRequest,
     LeaveTask,
     Lost,
     parse_leave_request,
     render_leave_answer,
+    render_leave_request,
 )
 from agent.model.errors import AgentError, DocumentError
 from agent.model.paths import (
@@ -349,6 +353,19 @@ def test_the_cause_is_told_whichever_end_of_the_pipe_is_heard_first(
     assert all(f"machine {each}: machine says: why {each}" in error.value.message for each in (MACHINE, CANDIDATE))
     assert not later or error.value.message.startswith(f"machine {first}: ")
     assert clock.passed < 6
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_a_killed_command_has_left_is_removed(pair: Host, busy: bool) -> None:
+    """But not what another command waits for now."""
+    ours, said = [each(name) for each in (leave_file, images_pipe) for name in (MACHINE, CANDIDATE)], list[str]()
+    pair.make_pipe(*(images_pipe(each) for each in (MACHINE, CANDIDATE)))
+    for name in (MACHINE, CANDIDATE):
+        pair.write(leave_file(name), render_leave_request(LeaveRequest("ab", LeaveTask.GIVE_IMAGES, 900.0)))
+    with locked(pair, leave_lock_file(MACHINE), 0, "") if busy else nullcontext():
+        clear(MACHINE, CANDIDATE, pair, said.append)
+    assert [each for each in ours if pair.exists(each)] == ([leave_file(MACHINE)] if busy else [])
+    assert said == []
 
 
 def test_a_candidate_that_takes_nothing_leaves_the_machine_alone(pair: Host, clock: Clock) -> None:

@@ -1,6 +1,7 @@
 """The drain of the Node by the machine, and the look for what another root would not have, with an API server."""
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from agent.dra.claims import ClaimReference, PreparedDevice, render_checkpoint
 from agent.machine import leave
 from agent.machine.leave import ANSWER, PIPE, REQUEST, fold, is_volume, must_leave
 from agent.machine.notes import Owned
+from agent.machine.run import run
 from agent.model.contract import (
     LOST_LIMIT,
     Effect,
@@ -650,6 +652,13 @@ def test_why_images_were_not_taken_is_said(node: Node) -> None:
     containerd(node, through_pipe=lambda: 1)
     answer = ask(node, LeaveTask.TAKE_IMAGES)
     assert (answer["end"], "no space" in answer["message"]) == ("failed", True)
+
+
+def test_a_pipe_that_was_left_in_the_handoff_makes_nothing_wait(node: Node) -> None:
+    """Nobody may ever write to it."""
+    os.mkfifo(node.full_path(PIPE))
+    run(node)
+    assert ask(node)["end"] == "done"
 
 
 def test_a_machine_whose_images_are_not_read_says_so(node: Node) -> None:
