@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,9 @@ class NodeNamespace:
     ) -> dict[str, Any]:
         """Ask the machine for a task, as the host half does, and return its answer."""
         request = LeaveRequest(secrets.token_hex(8), task, seconds, gpus)
-        self._system.write(leave.REQUEST, render_leave_request(request))
-        self.run(*kubelet_arguments, program="leave")
+        with ExitStack() as until:
+            self._system.stream(leave.REQUEST, (render_leave_request(request),), until=until)
+            self.run(*kubelet_arguments, program="leave")
         answer: dict[str, Any] = json.loads(self._system.read(leave.ANSWER))
         assert answer["id"] == request.id
         return answer

@@ -32,6 +32,23 @@ except AgentError as error:
 """
 
 
+KILLED = f"""
+unbounded-agent stop {MACHINE} >/var/tmp/stop.log 2>&1 & pid=$!
+unit="--machine={MACHINE} unbounded-agent-leave.service"
+for _ in $(seq 600); do grep -q 'pods* to leave' /var/tmp/stop.log && break; sleep 0.1; done
+grep -q 'pods* to leave' /var/tmp/stop.log || {{ cat /var/tmp/stop.log; exit 3; }}
+kill -KILL $pid; began=$(date +%s%N)
+for _ in $(seq 300); do
+    case $(systemctl show --property=ActiveState --value $unit) in inactive) break;; esac
+    sleep 0.1
+done
+test "$(systemctl show --property=ActiveState --value $unit)" = inactive || exit 4
+test -e /var/lib/unbounded-agent/machines/{MACHINE}/handoff/leave.json || exit 5
+echo $(( ($(date +%s%N) - began) / 1000000 ))e-3
+"""
+"""Kills a command while its machine evicts pods, and waits until that ends."""
+
+
 @pytest.fixture(scope="module")
 def empty_host(simulated_host: SimulatedHost) -> Iterator[EmptyHost]:
     """The host that other tests have booted, with a node that `up` made, which has run a pod on a GPU."""
@@ -158,7 +175,13 @@ def test_a_budget_keeps_the_node_and_then_lets_it_go(
     assert "machine gpu-node: machine says: pods are left on node simulated-gpu-host: default/web-" in said
     assert "The disruption budget web needs 1 healthy pods and has 1 currently" in said
     assert (is_cordoned(empty_host), phases(empty_host)) == (True, {"web": "Running"})
+    before = time.monotonic()
+    killed = empty_host.guest.run(["sh", "-c", KILLED], timeout=300, check=False)
+    assert killed.status == 0, killed.stdout + killed.stderr
+    measured("seconds from the kill of a drain to its end in the machine", killed.stdout.split()[-1])
     empty_host.kubectl("delete", "pdb", "web")
+    time.sleep(15)
+    assert phases(empty_host) == {"web": "Running"}, "the machine would have evicted it by now"
     before = time.monotonic()
     empty_host.guest.run(["unbounded-agent", "restart", MACHINE], timeout=900)
     measured("seconds to drain and restart", f"{time.monotonic() - before:.0f}")
