@@ -33,6 +33,8 @@ CONTENT = re.compile(
     r"\S{10} \S+ +(?:(?P<size>[0-9]{1,15})|[0-9]+,[0-9]+) \S+ \S+ \.(?P<path>/.*?)(?: -> .*| link to .*)?$"
 )
 """A line of `dpkg-deb --contents`; a device has its number in place of a size."""
+OPTIONS = ("--allow-downgrades", "--option=APT::Get::AutomaticRemove=false")
+"""Options of apt-get for installations, and for what they would do."""
 KEEP = ("--force-confdef", "--force-confold")
 """Options of dpkg: a changed configuration file stays, and nobody is asked."""
 QUIET = ("--setenv=DEBIAN_FRONTEND=noninteractive", "--setenv=NEEDRESTART_SUSPEND=1", "--setenv=LC_ALL=C")
@@ -116,7 +118,7 @@ def available(names: Collection[str], version: str | None, system: System) -> di
 def simulate(words: Iterable[str], system: System) -> Changes:
     """Return what `apt-get install` would do with these words. Changes nothing. Raises AgentError."""
     changes, removed = [], []
-    for line in system.run("apt-get", "--simulate", "--allow-downgrades", *words, timeout=QUERY_LIMIT).splitlines():
+    for line in system.run("apt-get", "--simulate", *OPTIONS, *words, timeout=QUERY_LIMIT).splitlines():
         if not line.startswith(("Inst ", "Remv ", "Purg ")):
             continue
         match = STEP.match(line)
@@ -208,9 +210,8 @@ def install(words: Iterable[str], system: System, progress: Callable[[str], None
     """Install packages by `apt-get install`, which may remove others only if `removes` is set. Raises AgentError."""
     wait_for_lock(system, progress)
     options = [f"--option=Dpkg::Options::={each}" for each in KEEP]
-    options += [f"--option=DPkg::Lock::Timeout={LOCK_WAIT:.0f}", "--option=APT::Get::AutomaticRemove=false"]
-    options += [] if removes else ["--no-remove"]
-    _run("apt-get", "--yes", "--quiet", "--allow-downgrades", *options, "install", *words, system=system)
+    options += [f"--option=DPkg::Lock::Timeout={LOCK_WAIT:.0f}", *(() if removes else ("--no-remove",))]
+    _run("apt-get", "--yes", "--quiet", *OPTIONS, *options, "install", *words, system=system)
 
 
 def put_back(paths: Iterable[str], added: Collection[str], system: System, progress: Callable[[str], None]) -> None:

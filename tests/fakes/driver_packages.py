@@ -137,7 +137,7 @@ class DriverHost:
                     if name in {self._called(each, version) for each in self.sources[version]}
                     or (self.ends_branch and version == NEW and name.endswith("-550"))
                 )
-            case ("apt-get", "--simulate", _, "install", *words):
+            case ("apt-get", "--simulate", _, _, "install", *words):
                 printed = self._simulate(words)
             case ("env", directory, "apt-get", "download", package):
                 name, _, version = package.partition("=")
