@@ -59,6 +59,8 @@ BRANCH = re.compile(r"(?<=-)[0-9]{3}(?=-|:|$)")
 """Matches the driver's branch in the name of a package, such as nvidia-utils-570-server."""
 KERNEL = re.compile(r"-[0-9]+\.[0-9]+\.[0-9]+-")
 """Matches a kernel's version in the name of a package."""
+DKMS = re.compile("(?<!no-)dkms")
+"""Matches in the names of packages that DKMS builds, but not in nvidia-headless-no-dkms-580."""
 MODULE_LIMIT = 120.0
 """Seconds to load or unload a module. A host with 16 GPUs probes them one after another."""
 UNIT_LIMIT = 120.0
@@ -165,7 +167,7 @@ class Upgrade(Struct):
         lines += [f"ends it: {each}" for each in self.foreign_holders()]
         if not self.resumed:
             lines.append(f"would download the packages of both versions to {DRIVER_PACKAGES}")
-            if not next_boot and any("dkms" in each.name for each in record.changes):
+            if not next_boot and self._builds():
                 lines.append(f"would build the module in {BUILD}, to see whether it can be built")
         if next_boot:
             return (
@@ -188,6 +190,10 @@ class Upgrade(Struct):
             f"would go back to {record.old} if that fails",
             f"would start again {', '.join((*units, *self.machines)) or 'nothing'}",
         )
+
+    def _builds(self) -> bool:
+        """Return whether DKMS will build the module."""
+        return any(each.new and DKMS.search(each.name) for each in self.record.changes)
 
     def foreign_holders(self) -> tuple[str, ...]:
         """Return the processes on the host that hold GPUs, and that the agent does not stop, in words."""
@@ -443,7 +449,7 @@ class Upgrade(Struct):
         further = {each.name for each in would.changes}.difference(each.name for each in record.changes)
         if further := further | {*would.removed} - gone:
             raise AgentError(f"apt would now change further packages: {', '.join(sorted(further))}", "try again")
-        dkms = ", for which DKMS builds the module again" if any("dkms" in each.name for each in record.changes) else ""
+        dkms = ", for which DKMS builds the module again" if self._builds() else ""
         progress(f"install driver {record.new}{dkms}")
         install(files, system, progress, removes=bool(gone))
 

@@ -244,6 +244,16 @@ def test_a_build_that_fails_leaves_only_its_log(site: Site) -> None:
     assert sorted(site.host.entries(DRIVER_PACKAGES)) == ["build.log", "new", "old"]
 
 
+def test_no_dkms_is_no_dkms(site: Site, capsys: Capture) -> None:
+    """Ubuntu's nvidia-headless-no-dkms is for hosts with built modules."""
+    site.driver.have["nvidia-headless-no-dkms-550"] = (OLD, "installed")
+    site.driver.sources[NEW].add("nvidia-headless-no-dkms-550")
+    assert site.upgrade("--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert "nvidia-headless-no-dkms-550" in shown
+    assert "would build" not in shown
+
+
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_what_dkms_builds_is_built_once_before(site: Site, is_installed: bool) -> None:
     """DKMS itself may come with the new packages. Only packages with the module's source are unpacked."""
