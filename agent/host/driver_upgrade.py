@@ -34,14 +34,17 @@ from agent.system.packages import (
     Changes,
     Package,
     available,
+    available_for,
     build_by_dkms,
     contents,
+    dependencies,
     fetch,
     file_of,
     finish_installation,
     in_words,
     install,
     installed,
+    is_made_for,
     native_architecture,
     put_back,
     simulate,
@@ -55,10 +58,12 @@ NEW, OLD, BUILD = f"{DRIVER_PACKAGES}/new", f"{DRIVER_PACKAGES}/old", f"{DRIVER_
 COMMAND = "unbounded-agent driver upgrade"
 UNIT = re.compile(r"/(?P<name>[^/]+\.service)(?:/|$)")
 """Matches the unit of a process in its control group's path."""
-BRANCH = re.compile(r"(?<=-)[0-9]{3}(?=-|:|$)")
+BRANCH = re.compile(r"-(?P<branch>[0-9]{3})(?=-|:|$)")
 """Matches the driver's branch in the name of a package, such as nvidia-utils-570-server."""
 KERNEL = re.compile(r"-[0-9]+\.[0-9]+\.[0-9]+-")
 """Matches a kernel's version in the name of a package."""
+BUILT = "linux-"
+"""Beginning of the names of Ubuntu's packages with built modules."""
 DKMS = re.compile("(?<!no-)dkms")
 """Matches in the names of packages that DKMS builds, but not in nvidia-headless-no-dkms-580."""
 MODULE_LIMIT = 120.0
@@ -302,7 +307,7 @@ class Upgrade(Struct):
         kernel, end = system.read_text(RELEASE).strip(), f"-{new}/dkms.conf"
         paths = [path for each in files.values() for path in each]
         source = next((each for each in paths if each.startswith("/usr/src/") and each.endswith(end)), "")
-        if any(f"/lib/modules/{kernel}/" in each for each in paths):
+        if any(self._has_module(file, kernel, each) for file, each in files.items()):
             return
         if not source:
             what = f"the packages of driver {new} have no module for the running kernel {kernel}"
@@ -320,6 +325,20 @@ class Upgrade(Struct):
             except AgentError as error:
                 what = f"the module of driver {new} cannot be built: {error}"
                 raise AgentError(what, f"see {BUILD}.log; nothing was changed") from error
+
+    def _has_module(self, file: str, kernel: str, paths: Collection[str]) -> bool:
+        """Return whether a package's file has the new version's module for a kernel, or links it when it is installed.
+
+        That of another version may be in files for the same kernel, and so are signatures that say no version.
+        """
+        name, version, _ = posixpath.basename(file).split("_")
+        if not (name.endswith(f"-{kernel}") or any(f"/lib/modules/{kernel}/" in each for each in paths)):
+            return False
+        new = self.record.new
+        # apt escapes the colon after an epoch.
+        return upstream(version.replace("%3a", ":")) == new or is_made_for(
+            new, dependencies(file, self.reconciler.system)
+        )
 
     def _files(self, directory: str) -> list[str]:
         """Return the files of the new or the old packages."""
@@ -614,14 +633,14 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
         raise AgentError(
             f"apt keeps the versions of {names}", f"run `apt-mark unhold {names}`, and hold them afterwards"
         )
-    words, replaced = ["install", "--only-upgrade", *own], dict[str, str]()
-    if to:
+    # Built modules have the kernel's version, but also the branch in their names.
+    branch = old.partition(".")[0]
+    branched = [name for name in have if (name in own or vendor.vendor in name) and _has_branch(name, branch, old)]
+    replaced = dict[str, str]()
+    if to and to.partition(".")[0] != branch and any(name in own for name in branched):
         # What has the old branch in its name is not asked for: where that has ended, those packages are empty.
-        replaced = _other_names(have, own, old, to, vendor.vendor)
-        versions = available([name for name in own if name not in replaced], to, system)
-        if replaced or not versions:
-            versions |= _of_other_branch(replaced, to, system)
-        words = ["install", *(f"{name}={version}" for name, version in versions.items())]
+        replaced = _other_names(branched, to)
+    words = ["install", *_wanted(own, [name for name in branched if name.startswith(BUILT)], replaced, to, system)]
     would = simulate(words, system)
     # What has the whole version in its name has no successor of the same name.
     goes = {*replaced, *(name for name in own if replaced and old in name)}
@@ -657,27 +676,41 @@ def _new_version(own: Mapping[str, Package], old: str, would: Changes) -> str:
     return next(iter(versions), "")
 
 
-def _other_names(have: Collection[str], own: Collection[str], old: str, to: str, vendor: str) -> dict[str, str]:
-    """Return what the packages with the branch of the old version in their names are called in that of `to`."""
-    branch, new = (each.partition(".")[0] for each in (old, to))
-    found = dict[str, str]()
-    for name in have:
-        # Also linux-modules-nvidia-570-generic, which has the kernel's version.
-        if (name in own or vendor in name) and old not in name:
-            other = BRANCH.sub(lambda match: new if match[0] == branch else match[0], name)
-            found |= {name: other} if other != name else {}
-    return found if any(name in own for name in found) else {}
+def _wanted(
+    own: Collection[str], built: Collection[str], replaced: Mapping[str, str], to: str, system: System
+) -> Iterable[str]:
+    """Return what apt is to install: the driver's own packages, and built modules. Raises AgentError if it cannot."""
+    if not to:
+        # apt itself would keep Ubuntu's closed modules. What needs those of each new kernel stays if it can.
+        return ("--only-upgrade", *own, *(name for name in built if KERNEL.search(name)))
+    versions = available([name for name in own if name not in replaced], to, system)
+    if replaced:
+        versions |= _of_other_branch(replaced, to, system)
+    elif versions:
+        versions |= available_for(built, to, system)
+    else:
+        what = f"no package source has the driver's packages ({first_of([*own])}) in {to}"
+        raise AgentError(what, "run `apt update`, or correct --to")
+    return (f"{name}={version}" for name, version in versions.items())
+
+
+def _has_branch(name: str, branch: str, version: str) -> bool:
+    """Return whether a package has the branch in its name, but not the whole version."""
+    return version not in name and any(each["branch"] == branch for each in BRANCH.finditer(name))
+
+
+def _other_names(names: Iterable[str], to: str) -> dict[str, str]:
+    """Return what packages with a branch in their names are called in the branch of `to`."""
+    return {name: BRANCH.sub(f"-{to.partition('.')[0]}", name, count=1) for name in names}
 
 
 def _of_other_branch(replaced: Mapping[str, str], to: str, system: System) -> dict[str, str]:
     """Return the package versions of another branch, by the new names. Raises AgentError if a package has none."""
-    names = sorted(replaced.values())
+    names = sorted({*replaced.values()})
     found = available(names, to, system)
     if not found:
-        what = f"no package source has the driver's packages in {to}"
-        raise AgentError(what, "run `apt update`, or correct --to")
-    of_kernels = [name for name in names if name.startswith("linux-")]
-    found |= available(of_kernels, None, system)
+        raise AgentError(f"no package source has the driver's packages in {to}", "run `apt update`, or correct --to")
+    found |= available_for([name for name in names if name.startswith(BUILT)], to, system)
     # Those of other kernels than the running one may go.
     if missing := [name for name in names if name not in found and not KERNEL.search(name)]:
         raise AgentError(f"no package source has {first_of(missing)} in {to}", "install that version with apt")

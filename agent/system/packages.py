@@ -33,6 +33,8 @@ CONTENT = re.compile(
     r"\S{10} \S+ +(?:(?P<size>[0-9]{1,15})|[0-9]+,[0-9]+) \S+ \S+ \.(?P<path>/.*?)(?: -> .*| link to .*)?$"
 )
 """A line of `dpkg-deb --contents`; a device has its number in place of a size."""
+RELATION = re.compile(r"\(>?= (\S+)\)")
+"""Matches a version that a dependency asks for, at least or exactly."""
 OPTIONS = ("--allow-downgrades", "--option=APT::Get::AutomaticRemove=false")
 """Options of apt-get for installations, and for what they would do."""
 KEEP = ("--force-confdef", "--force-confold")
@@ -113,6 +115,35 @@ def available(names: Collection[str], version: str | None, system: System) -> di
             if fits and not fields[2].endswith(" Sources"):
                 found.setdefault(asked[0] if asked[0] in foreign else fields[0], fields[1])
     return found
+
+
+def available_for(names: Collection[str], version: str, system: System) -> dict[str, str]:
+    """Return the newest package version that is made for this version of the driver, for each name that has one.
+
+    Raises AgentError.
+    """
+    found = dict[str, str]()
+    if known := available(names, None, system):
+        # One record for each version, the newest first.
+        for record in system.run("apt-cache", "show", *known, timeout=QUERY_LIMIT).split("\n\n"):
+            fields = dict(line.split(": ", 1) for line in record.splitlines() if re.match(r"\S+: ", line))
+            if is_made_for(version, fields.get("Depends", "")):
+                found.setdefault(fields["Package"], fields["Version"])
+    return found
+
+
+def is_made_for(version: str, depends: str) -> bool:
+    """Return whether a package with these dependencies has modules of this version of the driver.
+
+    Ubuntu's packages of built modules have the kernel's version, but need `nvidia-kernel-common-580-server
+    (>= 580.178.04)`, for example. Those of the closed modules do not forbid a newer one, although it does not work.
+    """
+    return any(upstream(each) == version for each in RELATION.findall(depends))
+
+
+def dependencies(path: str, system: System) -> str:
+    """Return what a package's file says in Depends. Raises AgentError."""
+    return system.run("dpkg-deb", "--field", path, "Depends", timeout=QUERY_LIMIT)
 
 
 def simulate(words: Iterable[str], system: System) -> Changes:

@@ -192,6 +192,61 @@ def test_an_incomplete_branch_is_refused(site: Site, wrong: Callable[[DriverHost
     assert site.driver.state() == AS_BEFORE
 
 
+UBUNTU_KERNEL = "6.12.0-7-generic"
+META, OF_KERNEL = "linux-modules-nvidia-{}-generic", f"linux-modules-nvidia-{{}}-{UBUNTU_KERNEL}"
+
+
+def use_built_modules(driver: DriverHost, branch: str = "550") -> None:
+    """Let the module come in Ubuntu's packages, which have the version of the kernel."""
+    driver.host.file("/proc/sys/kernel/osrelease", f"{UBUNTU_KERNEL}\n")
+    driver.module_files = ["x"]
+    driver.have_built = {META.format(550): "6.12.0-7.7", OF_KERNEL.format(550): "6.12.0-7.7"}
+    # The newest of the kernel packages belongs to another version of the branch.
+    driver.built = {
+        META.format(branch): {"6.12.0-9.9": "9.9", "6.12.0-7.7+1": NEW},
+        OF_KERNEL.format(branch): {"6.12.0-7.7+1": NEW},
+    }
+
+
+def test_built_modules_are_of_the_drivers_version(site: Site) -> None:
+    site.driver.branched = True
+    use_built_modules(site.driver, "580")
+    assert site.upgrade(f"--to {NEW}") == 0
+    fetched = [each for each in site.driver.changes if "linux-" in each and each.endswith("new")]
+    names = (META.format(580), OF_KERNEL.format(580))
+    assert sorted(fetched) == sorted(f"download {name}=6.12.0-7.7+1 to new" for name in names)
+
+
+def test_another_branch_without_its_modules_is_refused(site: Site) -> None:
+    """Of which the package sources have a newer one."""
+    site.driver.branched = True
+    use_built_modules(site.driver, "580")
+    site.driver.built[META.format(580)] = {"6.12.0-9.9": "9.9"}
+    with pytest.raises(AgentError, match=f"no package source has {META.format(580)} in {NEW}"):
+        site.upgrade(f"--to {NEW}")
+    assert site.driver.changes == []
+
+
+def test_built_modules_are_upgraded_with_the_driver(site: Site) -> None:
+    """With Ubuntu's closed modules, apt would not: nothing forbids old modules with new libraries."""
+    use_built_modules(site.driver)
+    assert site.upgrade() == 0
+    assert f"download {OF_KERNEL.format(550)}=6.12.0-7.7+1 to new" in site.driver.changes
+    assert not any(META.format(550) in each for each in site.driver.changes)
+    assert site.driver.state() == UPGRADED
+
+
+@pytest.mark.parametrize("branch", ["550", "580"])
+def test_a_built_module_of_another_version_stops_nothing(site: Site, branch: str) -> None:
+    site.driver.branched = branch == "580"
+    use_built_modules(site.driver, branch)
+    site.driver.built[OF_KERNEL.format(branch)] = {"6.12.0-7.7+1": "9.9"}
+    with pytest.raises(AgentError, match=f"driver {NEW} have no module for the running kernel {UBUNTU_KERNEL}"):
+        site.upgrade(f"--to {NEW}" if branch == "580" else "")
+    assert all(each.startswith("download") for each in site.driver.changes)
+    assert site.driver.state() == AS_BEFORE
+
+
 KERNEL = "6.12.0"
 DKMS = "src/nvidia-current-{}/dkms.conf"
 
