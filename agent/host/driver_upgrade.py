@@ -7,7 +7,7 @@ starts again what was stopped.
 
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
 
@@ -633,21 +633,22 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
         raise AgentError(
             f"apt keeps the versions of {names}", f"run `apt-mark unhold {names}`, and hold them afterwards"
         )
+    _refuse_pins(have, to, packages)
     # Built modules have the kernel's version, but also the branch in their names.
     branch = old.partition(".")[0]
     branched = [name for name in have if (name in own or vendor.vendor in name) and _has_branch(name, branch, old)]
     replaced = dict[str, str]()
     if to and to.partition(".")[0] != branch and any(name in own for name in branched):
         # What has the old branch in its name is not asked for: where that has ended, those packages are empty.
-        replaced = _other_names(branched, to)
+        replaced = _other_names(branched, to, system)
     words = ["install", *_wanted(own, [name for name in branched if name.startswith(BUILT)], replaced, to, system)]
-    would = simulate(words, system)
+    would = _simulated(words, to, system)
+    new = to if replaced else _new_version(own, old, would)
     # What has the whole version in its name has no successor of the same name.
     goes = {*replaced, *(name for name in own if replaced and old in name)}
     if removed := [name for name in would.removed if name not in goes]:
         raise AgentError(f"apt would remove {first_of(removed)}", f"see `apt-get --simulate {' '.join(words)}`")
     gone = tuple(Change(name, have[name].version, None) for name in would.removed)
-    new = to if replaced else _new_version(own, old, would)
     if not new:
         return f"driver {old}: there is nothing to upgrade (`apt update` reads the package sources again)"
     changes = tuple(sorted((*would.changes, *gone), key=lambda each: each.name))
@@ -660,12 +661,10 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
 
 def _new_version(own: Mapping[str, Package], old: str, would: Changes) -> str:
     """Return the driver's version after these changes; empty if none changes it. Raises AgentError if it is unclear."""
-    names = {BRANCH.sub("*", name) for name in own}
+    names = {BRANCH.sub("", name) for name in own}
     # Ubuntu ends a branch by packages that are empty, and need those of the next branch.
     successors = {
-        upstream(each.new)
-        for each in would.changes
-        if each.new and not each.old and BRANCH.sub("*", each.name) in names
+        upstream(each.new) for each in would.changes if each.new and not each.old and BRANCH.sub("", each.name) in names
     }
     if successors:
         (first, *_) = sorted(successors)
@@ -694,14 +693,44 @@ def _wanted(
     return (f"{name}={version}" for name, version in versions.items())
 
 
+def _simulated(words: Sequence[str], to: str, system: System) -> Changes:
+    """Return what apt would do. Raises AgentError if it can do nothing."""
+    try:
+        would = simulate(words, system)
+        others = [each.name for each in would.changes if to and each.new and upstream(each.new) != to]
+        # For a package that must be of `to` at least, apt takes the newest: that would mix versions of the driver.
+        if chosen := available(others, to, system):
+            would = simulate([*words, *(f"{name}={version}" for name, version in chosen.items())], system)
+    except CommandError as error:
+        raise AgentError(str(error), "install that version with apt" if to else "choose a version with --to") from error
+    return would
+
+
 def _has_branch(name: str, branch: str, version: str) -> bool:
     """Return whether a package has the branch in its name, but not the whole version."""
     return version not in name and any(each["branch"] == branch for each in BRANCH.finditer(name))
 
 
-def _other_names(names: Iterable[str], to: str) -> dict[str, str]:
-    """Return what packages with a branch in their names are called in the branch of `to`."""
-    return {name: BRANCH.sub(f"-{to.partition('.')[0]}", name, count=1) for name in names}
+def _refuse_pins(have: Iterable[str], to: str, packages: DriverPackages) -> None:
+    """Raise AgentError if an installed package makes apt prefer another branch or version than that, if it is given."""
+    for name in have if to else ():
+        kept = name.removeprefix(packages.pins)
+        if kept not in (name, to) and not to.startswith(f"{kept}."):
+            other = packages.pins + to.partition(".")[0]
+            raise AgentError(f"{name} keeps apt to driver {kept}", f"install {other} with apt first, or correct --to")
+
+
+def _other_names(names: Iterable[str], to: str, system: System) -> dict[str, str]:
+    """Return what packages with a branch in their names are called in the branch of `to`.
+
+    Ubuntu's names have the new branch. NVIDIA's package source for Ubuntu has no branch in names from 590 on:
+    libnvidia-compute-580 became libnvidia-compute, nvidia-dkms-580-open nvidia-dkms-open ("Recent updates" in NVIDIA's
+    Driver Installation Guide r590). Built modules are only Ubuntu's.
+    """
+    with_branch = {name: BRANCH.sub(f"-{to.partition('.')[0]}", name, count=1) for name in names}
+    if available([each for each in with_branch.values() if not each.startswith(BUILT)], to, system):
+        return with_branch
+    return {name: each if each.startswith(BUILT) else BRANCH.sub("", name, 1) for name, each in with_branch.items()}
 
 
 def _of_other_branch(replaced: Mapping[str, str], to: str, system: System) -> dict[str, str]:

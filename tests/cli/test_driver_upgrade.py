@@ -192,6 +192,38 @@ def test_an_incomplete_branch_is_refused(site: Site, wrong: Callable[[DriverHost
     assert site.driver.state() == AS_BEFORE
 
 
+def test_nvidias_own_names_have_no_branch(site: Site, capsys: Capture) -> None:
+    """From driver 590 on, in NVIDIA's package source for Ubuntu; here, the versions are others."""
+    site.driver.branched = site.driver.drops_branch = True
+    follow = rf"replace the packages of driver {OLD} by those of {NEW} \(use --to {NEW}\)"
+    with pytest.raises(AgentError, match=follow):
+        site.upgrade()
+    assert site.upgrade(f"--to {NEW}") == 0
+    assert f"libcuda1 (new) -> {NEW}-1, libcuda1-550 {OLD}-1 -> (removed)" in capsys.readouterr().out
+    assert site.driver.state() == UPGRADED
+    assert site.is_finished()
+
+
+def test_what_the_new_driver_adds_is_of_its_version(site: Site) -> None:
+    """Where a package must be of that version at least, apt takes the newest."""
+    driver = site.driver
+    driver.branched, driver.added, driver.added_by_itself = True, "libnvidia-gpucomp1", "595.1"
+    driver.sources[NEW].add(driver.added)
+    assert site.upgrade(f"--to {NEW}") == 0
+    assert f"download libnvidia-gpucomp1-580={NEW}-1 to new" in driver.changes
+    assert driver.state() == UPGRADED
+
+
+@pytest.mark.parametrize("kept", ["550", OLD])
+def test_a_package_that_keeps_apt_to_another_branch_is_named(site: Site, kept: str) -> None:
+    site.driver.branched = True
+    site.driver.have_built[f"nvidia-driver-pinning-{kept}"] = "1"
+    with pytest.raises(AgentError, match=rf"pinning-{kept} keeps .*install nvidia-driver-pinning-580 with apt first"):
+        site.upgrade(f"--to {NEW}")
+    site.driver.have_built = {"nvidia-driver-pinning-580": "1"}
+    assert site.upgrade(f"--to {NEW}") == 0
+
+
 UBUNTU_KERNEL = "6.12.0-7-generic"
 META, OF_KERNEL = "linux-modules-nvidia-{}-generic", f"linux-modules-nvidia-{{}}-{UBUNTU_KERNEL}"
 

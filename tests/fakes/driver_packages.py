@@ -35,6 +35,8 @@ class DriverHost:
         """Which packages the package sources have, by version."""
         self.added = ""
         """A package that only the new driver needs, and that breaks the old one."""
+        self.added_by_itself = NEW
+        """The version of it that apt takes if nobody asks for one, where names have the branch."""
         self.branched = False
         """Whether the names of packages have the driver's branch, as Ubuntu's: two branches are in conflict."""
         self.drops_branch = False
@@ -250,6 +252,9 @@ class DriverHost:
             added = [f"Inst {name} [{OLD}-1] ({NEW}-1 localhost [amd64])\n" for name in old]
             return "".join([*added, f"Inst libcuda1-580 ({NEW}-1 localhost [amd64])\n"])
         added = [f"Inst {name} ({new}-1 localhost [amd64])\n" for name in names if name not in old]
+        needed = self._called(self.added, new) if self.added else ""
+        if added and needed not in ("", *names):
+            added.append(f"Inst {needed} ({self.added_by_itself}-1 localhost [amd64])\n")
         return "".join((gone if added else []) + added + [f"Remv {name} [1]\n" for name in self.removes])
 
     def _simulate(self, words: Sequence[str]) -> str:
