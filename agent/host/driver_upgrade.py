@@ -66,6 +66,9 @@ BUILT = "linux-"
 """Beginning of the names of Ubuntu's packages with built modules."""
 DKMS = re.compile("(?<!no-)dkms")
 """Matches in the names of packages that DKMS builds, but not in nvidia-headless-no-dkms-580."""
+BUILD_COPIES, BUILD_OBJECTS = 5, 256 << 20
+"""What a build by DKMS takes: copies of the sources, in links too, and bytes for what is compiled.
+Measured with the 118 MiB of Ubuntu's nvidia-kernel-source-580-server: 815 MiB."""
 MODULE_LIMIT = 120.0
 """Seconds to load or unload a module. A host with 16 GPUs probes them one after another."""
 UNIT_LIMIT = 120.0
@@ -287,18 +290,18 @@ class Upgrade(Struct):
         for name in (each.format(record.new) for each in self.packages.files):
             if name not in found:
                 raise AgentError(f"the packages of driver {record.new} do not have {name}", "nothing was changed")
-        # Not more than that is copied to the driver root; apt looks for the room for the files themselves.
-        needed, free = sum(sum(paths.values()) for paths in files.values()) + MARGIN, system.free_bytes(STATE)
-        if free < needed:
-            what = f"{STATE}: driver {record.new} may need {needed >> 20} MiB, but only {free >> 20} MiB are free"
-            raise AgentError(what, "free up space on that file system; nothing was changed")
+        size = sum(sum(paths.values()) for paths in files.values())
+        # dpkg writes them next to the old ones, for which apt does not look for room. Then, not more than that is
+        # copied to the driver root.
+        for path in ("/usr", STATE):
+            _need_room(path, size, f"for driver {record.new}", system)
         if not next_boot:
             self._prove_module(files)
         # While machines are stopped, nobody should wait for it.
         wait_for_lock(system, progress)
         self._record(phase=Phase.ONLY_INSTALLING if next_boot else Phase.STOPPING)
 
-    def _prove_module(self, files: Mapping[str, Collection[str]]) -> None:
+    def _prove_module(self, files: Mapping[str, Mapping[str, int]]) -> None:
         """See to it that the packages' files, given with their contents, have a module for the running kernel.
 
         Raises AgentError. What DKMS will build is built once before: otherwise, pods would wait for a build that fails.
@@ -319,6 +322,10 @@ class Upgrade(Struct):
         if system.find_program("dkms"):
             directory, name = posixpath.dirname(source), source.removeprefix("/usr/src/").removesuffix(end)
             sources = [file for file, each in files.items() if any(path.startswith(f"{directory}/") for path in each)]
+            size = sum(sum(files[each].values()) for each in sources)
+            _need_room(
+                DRIVER_PACKAGES, BUILD_COPIES * size + BUILD_OBJECTS, f"to build the module of driver {new}", system
+            )
             self.reconciler.progress(f"build module {name} {new} in {BUILD} to prove that DKMS can; pods run on")
             try:
                 build_by_dkms(name, new, kernel, sources, BUILD, system)
@@ -572,6 +579,14 @@ class Upgrade(Struct):
                 code = 1
             ready = ready and code == 0
         return ready
+
+
+def _need_room(path: str, size: int, what: str, system: System) -> None:
+    """Raise AgentError if the file system of a path has no room for that many bytes."""
+    needed, free = size + MARGIN, system.free_bytes(path)
+    if free < needed:
+        text = f"{path}: {needed >> 20} MiB may be needed {what}, but only {free >> 20} MiB are free"
+        raise AgentError(text, "free up space on that file system; nothing was changed")
 
 
 def forget(system: System) -> None:

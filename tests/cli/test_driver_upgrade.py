@@ -9,7 +9,7 @@ from agent.cli.doctor.host import faults_in_brief
 from agent.host.driver_upgrade import left_to_do
 from agent.host.state.locks import detach_lock
 from agent.model.errors import AgentError
-from agent.model.paths import DRIVER_PACKAGES, DRIVER_UPGRADE
+from agent.model.paths import DRIVER_PACKAGES, DRIVER_UPGRADE, STATE
 from tests.fakes.clock import Clock
 from tests.fakes.command import Capture, command
 from tests.fakes.detach_site import Interrupted
@@ -100,7 +100,8 @@ def use_force(driver: DriverHost) -> None:
         (lambda it: it.held.add(DAEMON), "", f"run `apt-mark unhold {DAEMON}`"),
         (lambda it: it.removes.append("cuda"), "", "apt would remove cuda"),
         (lambda it: it.contents.update({NEW: ["libcuda.so.{}"]}), "", f"do not have libnvidia-ml.so.{NEW}"),
-        (lambda it: setattr(it.host, "free", 1 << 20), "", "may need 64 MiB, but only 1 MiB are free"),
+        (lambda it: it.host.free_of.update({STATE: 1 << 20}), "", f"{STATE}: 64 MiB may be needed for driver"),
+        (lambda it: it.host.free_of.update({"/usr": 1 << 20}), "", "/usr: 64 MiB may be needed for driver"),
         (lambda it: it.have.update({MODULES: (OLD, "half-configured")}), "", "not completely installed"),
         (lambda it: it.have.update(dict.fromkeys(it.have, ("1", "installed"))), "", f"package has the version {OLD}"),
         (lambda it: None, "--to 1.2", "no package source has the driver's packages in 1.2"),
@@ -329,6 +330,16 @@ def test_a_build_that_fails_leaves_only_its_log(site: Site) -> None:
         site.upgrade()
     assert site.host.read_text(f"{DRIVER_PACKAGES}/build.log") == "why"
     assert sorted(site.host.entries(DRIVER_PACKAGES)) == ["build.log", "new", "old"]
+
+
+def test_nothing_is_built_without_room(site: Site) -> None:
+    """There is room for the driver itself."""
+    use_dkms(site.driver)
+    site.driver.size, site.host.free = 100 << 20, 600 << 20
+    with pytest.raises(AgentError, match=rf"1320 MiB may be needed to build the module of driver {NEW}"):
+        site.upgrade()
+    assert site.driver.changes == FETCH
+    assert not any("--extract" in each for each in site.driver.calls)
 
 
 def test_no_dkms_is_no_dkms(site: Site, capsys: Capture) -> None:
