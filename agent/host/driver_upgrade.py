@@ -33,6 +33,7 @@ from agent.system.packages import (
     Change,
     Changes,
     Package,
+    automatic,
     available,
     available_for,
     build_by_dkms,
@@ -45,6 +46,7 @@ from agent.system.packages import (
     install,
     installed,
     is_made_for,
+    mark_automatic,
     native_architecture,
     put_back,
     simulate,
@@ -477,7 +479,23 @@ class Upgrade(Struct):
             raise AgentError(f"apt would now change further packages: {', '.join(sorted(further))}", "try again")
         dkms = ", for which DKMS builds the module again" if self._builds() else ""
         progress(f"install driver {record.new}{dkms}")
+        marked = automatic(system)
         install(files, system, progress, removes=bool(gone))
+        mark_automatic(self._not_asked_for(marked), system)
+
+    def _not_asked_for(self, marked: Collection[str]) -> list[str]:
+        """Return which of the new packages nobody asked for, given those that apt had installed by itself.
+
+        apt takes each file for a wish, also of a kernel that only the module's package needs, and would keep it forever
+        (seen with 2.8.4). A package with another branch in its name has the mark of the one that it follows.
+        """
+        changes = self.record.changes
+        asked = {BRANCH.sub("", each.name) for each in changes if each.old and each.name not in marked}
+        return [
+            each.name
+            for each in changes
+            if each.new and (each.name in marked if each.old else BRANCH.sub("", each.name) not in asked)
+        ]
 
     def _free(self) -> None:
         """Stop what uses the driver, and unload its modules. Raises InUseError."""

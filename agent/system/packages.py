@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 
 from msgspec import Struct
 
@@ -243,6 +244,20 @@ def install(words: Iterable[str], system: System, progress: Callable[[str], None
     options = [f"--option=Dpkg::Options::={each}" for each in KEEP]
     options += [f"--option=DPkg::Lock::Timeout={LOCK_WAIT:.0f}", *(() if removes else ("--no-remove",))]
     _run("apt-get", "--yes", "--quiet", *OPTIONS, *options, "install", *words, system=system)
+
+
+def automatic(system: System) -> frozenset[str]:
+    """Return the packages that apt installed only because others need them; none if that is unknown."""
+    with suppress(AgentError):
+        return frozenset(system.run("apt-mark", "showauto", timeout=QUERY_LIMIT).split())
+    return frozenset()
+
+
+def mark_automatic(names: Collection[str], system: System) -> None:
+    """Let apt remove these packages when nothing needs them any longer. If that fails, they only stay."""
+    if names:
+        with suppress(AgentError):
+            system.run("apt-mark", "auto", *names, timeout=QUERY_LIMIT)
 
 
 def put_back(paths: Iterable[str], added: Collection[str], system: System, progress: Callable[[str], None]) -> None:

@@ -215,6 +215,21 @@ def test_what_the_new_driver_adds_is_of_its_version(site: Site) -> None:
     assert driver.state() == UPGRADED
 
 
+def test_apt_may_still_remove_what_nobody_asked_for(site: Site) -> None:
+    driver = site.driver
+    driver.branched, driver.added, driver.automatic = True, "libnvidia-gpucomp1", ["libcuda1-550", "zlib1g"]
+    driver.sources[NEW].add(driver.added)
+    assert site.upgrade(f"--to {NEW}") == 0
+    assert driver.automatic == ["libcuda1-580", "libnvidia-gpucomp1-580"]
+
+
+def test_without_marks_the_driver_is_upgraded(site: Site) -> None:
+    site.driver.automatic = [LIBRARIES]
+    site.driver.fails["apt-mark"] = "simulated"
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED
+
+
 @pytest.mark.parametrize("kept", ["550", OLD])
 def test_a_package_that_keeps_apt_to_another_branch_is_named(site: Site, kept: str) -> None:
     site.driver.branched = True

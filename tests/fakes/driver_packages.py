@@ -49,6 +49,8 @@ class DriverHost:
         """Which of them are installed, in which version; and other packages."""
         self.size = 9
         """The size of each file in packages."""
+        self.automatic: list[str] = []
+        """What apt installed because other packages need it."""
         self.held: set[str] = set()
         self.removes: list[str] = []
         """Packages that apt would remove."""
@@ -157,6 +159,10 @@ class DriverHost:
                     for name, versions in self._asked(names)
                     for version, driver in versions.items()
                 )
+            case ("apt-mark", "showauto"):
+                printed = "".join(f"{name}\n" for name in self.automatic)
+            case ("apt-mark", "auto", *names):
+                self.automatic = names
             case ("apt-get", "--simulate", _, _, "install", *words):
                 own = [word for word in words if not posixpath.basename(word).startswith("linux-")]
                 printed = self._simulate(own) + self._simulate_built(words)
