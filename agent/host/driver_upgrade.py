@@ -772,9 +772,11 @@ def _of_other_branch(replaced: Mapping[str, str], to: str, system: System) -> di
     found = available(names, to, system)
     if not found:
         raise AgentError(f"no package source has the driver's packages in {to}", "run `apt update`, or correct --to")
-    found |= available_for([name for name in names if name.startswith(BUILT)], to, system)
-    # Those of other kernels than the running one may go.
-    if missing := [name for name in names if name not in found and not KERNEL.search(name)]:
+    of_kernels = [name for name in names if name.startswith(BUILT)]
+    found |= available_for(of_kernels, to, system)
+    # Those of other kernels than the running one may go, but not all.
+    all_go = not any(name.startswith(BUILT) or DKMS.search(name) for name in found)
+    if missing := [name for name in names if name not in found and (all_go or not KERNEL.search(name))]:
         raise AgentError(f"no package source has {first_of(missing)} in {to}", "install that version with apt")
     return found
 

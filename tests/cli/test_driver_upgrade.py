@@ -265,13 +265,15 @@ def test_built_modules_are_of_the_drivers_version(site: Site) -> None:
     assert sorted(fetched) == sorted(f"download {name}=6.12.0-7.7+1 to new" for name in names)
 
 
-def test_another_branch_without_its_modules_is_refused(site: Site) -> None:
-    """Of which the package sources have a newer one."""
+@pytest.mark.parametrize("name", [META, OF_KERNEL])
+def test_another_branch_without_its_modules_is_refused(site: Site, name: str) -> None:
+    """Of which the package sources have a newer one; also for the next boot, for which no module is proved."""
     site.driver.branched = True
     use_built_modules(site.driver, "580")
-    site.driver.built[META.format(580)] = {"6.12.0-9.9": "9.9"}
-    with pytest.raises(AgentError, match=f"no package source has {META.format(580)} in {NEW}"):
-        site.upgrade(f"--to {NEW}")
+    site.driver.have_built = {name.format(550): "6.12.0-7.7"}
+    site.driver.built[name.format(580)] = {"6.12.0-9.9": "9.9"}
+    with pytest.raises(AgentError, match=f"no package source has {name.format(580)} in {NEW}"):
+        site.upgrade(f"--to {NEW} --next-boot")
     assert site.driver.changes == []
 
 
