@@ -7,7 +7,7 @@ starts again what was stopped.
 
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import StrEnum
 
@@ -33,15 +33,20 @@ from agent.system.packages import (
     Change,
     Changes,
     Package,
+    automatic,
     available,
+    available_for,
     build_by_dkms,
     contents,
+    dependencies,
     fetch,
     file_of,
     finish_installation,
     in_words,
     install,
     installed,
+    is_made_for,
+    mark_automatic,
     native_architecture,
     put_back,
     simulate,
@@ -55,10 +60,17 @@ NEW, OLD, BUILD = f"{DRIVER_PACKAGES}/new", f"{DRIVER_PACKAGES}/old", f"{DRIVER_
 COMMAND = "unbounded-agent driver upgrade"
 UNIT = re.compile(r"/(?P<name>[^/]+\.service)(?:/|$)")
 """Matches the unit of a process in its control group's path."""
-BRANCH = re.compile(r"(?<=-)[0-9]{3}(?=-|:|$)")
+BRANCH = re.compile(r"-(?P<branch>[0-9]{3})(?=-|:|$)")
 """Matches the driver's branch in the name of a package, such as nvidia-utils-570-server."""
 KERNEL = re.compile(r"-[0-9]+\.[0-9]+\.[0-9]+-")
 """Matches a kernel's version in the name of a package."""
+BUILT = "linux-"
+"""Beginning of the names of Ubuntu's packages with built modules."""
+DKMS = re.compile("(?<!no-)dkms")
+"""Matches in the names of packages that DKMS builds, but not in nvidia-headless-no-dkms-580."""
+BUILD_COPIES, BUILD_OBJECTS = 5, 256 << 20
+"""What a build by DKMS takes: copies of the sources, in links too, and bytes for what is compiled.
+Measured with the 118 MiB of Ubuntu's nvidia-kernel-source-580-server: 815 MiB."""
 MODULE_LIMIT = 120.0
 """Seconds to load or unload a module. A host with 16 GPUs probes them one after another."""
 UNIT_LIMIT = 120.0
@@ -165,7 +177,7 @@ class Upgrade(Struct):
         lines += [f"ends it: {each}" for each in self.foreign_holders()]
         if not self.resumed:
             lines.append(f"would download the packages of both versions to {DRIVER_PACKAGES}")
-            if not next_boot and any("dkms" in each.name for each in record.changes):
+            if not next_boot and self._builds():
                 lines.append(f"would build the module in {BUILD}, to see whether it can be built")
         if next_boot:
             return (
@@ -188,6 +200,10 @@ class Upgrade(Struct):
             f"would go back to {record.old} if that fails",
             f"would start again {', '.join((*units, *self.machines)) or 'nothing'}",
         )
+
+    def _builds(self) -> bool:
+        """Return whether DKMS will build the module."""
+        return any(each.new and DKMS.search(each.name) for each in self.record.changes)
 
     def foreign_holders(self) -> tuple[str, ...]:
         """Return the processes on the host that hold GPUs, and that the agent does not stop, in words."""
@@ -276,18 +292,18 @@ class Upgrade(Struct):
         for name in (each.format(record.new) for each in self.packages.files):
             if name not in found:
                 raise AgentError(f"the packages of driver {record.new} do not have {name}", "nothing was changed")
-        # Not more than that is copied to the driver root; apt looks for the room for the files themselves.
-        needed, free = sum(sum(paths.values()) for paths in files.values()) + MARGIN, system.free_bytes(STATE)
-        if free < needed:
-            what = f"{STATE}: driver {record.new} may need {needed >> 20} MiB, but only {free >> 20} MiB are free"
-            raise AgentError(what, "free up space on that file system; nothing was changed")
+        size = sum(sum(paths.values()) for paths in files.values())
+        # dpkg writes them next to the old ones, for which apt does not look for room. Then, not more than that is
+        # copied to the driver root.
+        for path in ("/usr", STATE):
+            _need_room(path, size, f"for driver {record.new}", system)
         if not next_boot:
             self._prove_module(files)
         # While machines are stopped, nobody should wait for it.
         wait_for_lock(system, progress)
         self._record(phase=Phase.ONLY_INSTALLING if next_boot else Phase.STOPPING)
 
-    def _prove_module(self, files: Mapping[str, Collection[str]]) -> None:
+    def _prove_module(self, files: Mapping[str, Mapping[str, int]]) -> None:
         """See to it that the packages' files, given with their contents, have a module for the running kernel.
 
         Raises AgentError. What DKMS will build is built once before: otherwise, pods would wait for a build that fails.
@@ -296,7 +312,7 @@ class Upgrade(Struct):
         kernel, end = system.read_text(RELEASE).strip(), f"-{new}/dkms.conf"
         paths = [path for each in files.values() for path in each]
         source = next((each for each in paths if each.startswith("/usr/src/") and each.endswith(end)), "")
-        if any(f"/lib/modules/{kernel}/" in each for each in paths):
+        if any(self._has_module(file, kernel, each) for file, each in files.items()):
             return
         if not source:
             what = f"the packages of driver {new} have no module for the running kernel {kernel}"
@@ -308,12 +324,30 @@ class Upgrade(Struct):
         if system.find_program("dkms"):
             directory, name = posixpath.dirname(source), source.removeprefix("/usr/src/").removesuffix(end)
             sources = [file for file, each in files.items() if any(path.startswith(f"{directory}/") for path in each)]
+            size = sum(sum(files[each].values()) for each in sources)
+            _need_room(
+                DRIVER_PACKAGES, BUILD_COPIES * size + BUILD_OBJECTS, f"to build the module of driver {new}", system
+            )
             self.reconciler.progress(f"build module {name} {new} in {BUILD} to prove that DKMS can; pods run on")
             try:
                 build_by_dkms(name, new, kernel, sources, BUILD, system)
             except AgentError as error:
                 what = f"the module of driver {new} cannot be built: {error}"
                 raise AgentError(what, f"see {BUILD}.log; nothing was changed") from error
+
+    def _has_module(self, file: str, kernel: str, paths: Collection[str]) -> bool:
+        """Return whether a package's file has the new version's module for a kernel, or links it when it is installed.
+
+        That of another version may be in files for the same kernel, and so are signatures that say no version.
+        """
+        name, version, _ = posixpath.basename(file).split("_")
+        if not (name.endswith(f"-{kernel}") or any(f"/lib/modules/{kernel}/" in each for each in paths)):
+            return False
+        new = self.record.new
+        # apt escapes the colon after an epoch.
+        return upstream(version.replace("%3a", ":")) == new or is_made_for(
+            new, dependencies(file, self.reconciler.system)
+        )
 
     def _files(self, directory: str) -> list[str]:
         """Return the files of the new or the old packages."""
@@ -443,9 +477,25 @@ class Upgrade(Struct):
         further = {each.name for each in would.changes}.difference(each.name for each in record.changes)
         if further := further | {*would.removed} - gone:
             raise AgentError(f"apt would now change further packages: {', '.join(sorted(further))}", "try again")
-        dkms = ", for which DKMS builds the module again" if any("dkms" in each.name for each in record.changes) else ""
+        dkms = ", for which DKMS builds the module again" if self._builds() else ""
         progress(f"install driver {record.new}{dkms}")
+        marked = automatic(system)
         install(files, system, progress, removes=bool(gone))
+        mark_automatic(self._not_asked_for(marked), system)
+
+    def _not_asked_for(self, marked: Collection[str]) -> list[str]:
+        """Return which of the new packages nobody asked for, given those that apt had installed by itself.
+
+        apt takes each file for a wish, also of a kernel that only the module's package needs, and would keep it forever
+        (seen with 2.8.4). A package with another branch in its name has the mark of the one that it follows.
+        """
+        changes = self.record.changes
+        asked = {BRANCH.sub("", each.name) for each in changes if each.old and each.name not in marked}
+        return [
+            each.name
+            for each in changes
+            if each.new and (each.name in marked if each.old else BRANCH.sub("", each.name) not in asked)
+        ]
 
     def _free(self) -> None:
         """Stop what uses the driver, and unload its modules. Raises InUseError."""
@@ -549,6 +599,14 @@ class Upgrade(Struct):
         return ready
 
 
+def _need_room(path: str, size: int, what: str, system: System) -> None:
+    """Raise AgentError if the file system of a path has no room for that many bytes."""
+    needed, free = size + MARGIN, system.free_bytes(path)
+    if free < needed:
+        text = f"{path}: {needed >> 20} MiB may be needed {what}, but only {free >> 20} MiB are free"
+        raise AgentError(text, "free up space on that file system; nothing was changed")
+
+
 def forget(system: System) -> None:
     """Remove the record of an upgrade, and its packages."""
     system.remove(DRIVER_UPGRADE)
@@ -608,21 +666,22 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
         raise AgentError(
             f"apt keeps the versions of {names}", f"run `apt-mark unhold {names}`, and hold them afterwards"
         )
-    words, replaced = ["install", "--only-upgrade", *own], dict[str, str]()
-    if to:
+    _refuse_pins(have, to, packages)
+    # Built modules have the kernel's version, but also the branch in their names.
+    branch = old.partition(".")[0]
+    branched = [name for name in have if (name in own or vendor.vendor in name) and _has_branch(name, branch, old)]
+    replaced = dict[str, str]()
+    if to and to.partition(".")[0] != branch and any(name in own for name in branched):
         # What has the old branch in its name is not asked for: where that has ended, those packages are empty.
-        replaced = _other_names(have, own, old, to, vendor.vendor)
-        versions = available([name for name in own if name not in replaced], to, system)
-        if replaced or not versions:
-            versions |= _of_other_branch(replaced, to, system)
-        words = ["install", *(f"{name}={version}" for name, version in versions.items())]
-    would = simulate(words, system)
+        replaced = _other_names(branched, to, system)
+    words = ["install", *_wanted(own, [name for name in branched if name.startswith(BUILT)], replaced, to, system)]
+    would = _simulated(words, to, system)
+    new = to if replaced else _new_version(own, old, would)
     # What has the whole version in its name has no successor of the same name.
     goes = {*replaced, *(name for name in own if replaced and old in name)}
     if removed := [name for name in would.removed if name not in goes]:
         raise AgentError(f"apt would remove {first_of(removed)}", f"see `apt-get --simulate {' '.join(words)}`")
     gone = tuple(Change(name, have[name].version, None) for name in would.removed)
-    new = to if replaced else _new_version(own, old, would)
     if not new:
         return f"driver {old}: there is nothing to upgrade (`apt update` reads the package sources again)"
     changes = tuple(sorted((*would.changes, *gone), key=lambda each: each.name))
@@ -635,12 +694,10 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
 
 def _new_version(own: Mapping[str, Package], old: str, would: Changes) -> str:
     """Return the driver's version after these changes; empty if none changes it. Raises AgentError if it is unclear."""
-    names = {BRANCH.sub("*", name) for name in own}
+    names = {BRANCH.sub("", name) for name in own}
     # Ubuntu ends a branch by packages that are empty, and need those of the next branch.
     successors = {
-        upstream(each.new)
-        for each in would.changes
-        if each.new and not each.old and BRANCH.sub("*", each.name) in names
+        upstream(each.new) for each in would.changes if each.new and not each.old and BRANCH.sub("", each.name) in names
     }
     if successors:
         (first, *_) = sorted(successors)
@@ -651,29 +708,75 @@ def _new_version(own: Mapping[str, Package], old: str, would: Changes) -> str:
     return next(iter(versions), "")
 
 
-def _other_names(have: Collection[str], own: Collection[str], old: str, to: str, vendor: str) -> dict[str, str]:
-    """Return what the packages with the branch of the old version in their names are called in that of `to`."""
-    branch, new = (each.partition(".")[0] for each in (old, to))
-    found = dict[str, str]()
-    for name in have:
-        # Also linux-modules-nvidia-570-generic, which has the kernel's version.
-        if (name in own or vendor in name) and old not in name:
-            other = BRANCH.sub(lambda match: new if match[0] == branch else match[0], name)
-            found |= {name: other} if other != name else {}
-    return found if any(name in own for name in found) else {}
+def _wanted(
+    own: Collection[str], built: Collection[str], replaced: Mapping[str, str], to: str, system: System
+) -> Iterable[str]:
+    """Return what apt is to install: the driver's own packages, and built modules. Raises AgentError if it cannot."""
+    if not to:
+        # apt itself would keep Ubuntu's closed modules. What needs those of each new kernel stays if it can.
+        return ("--only-upgrade", *own, *(name for name in built if KERNEL.search(name)))
+    versions = available([name for name in own if name not in replaced], to, system)
+    if replaced:
+        versions |= _of_other_branch(replaced, to, system)
+    elif versions:
+        versions |= available_for(built, to, system)
+    else:
+        what = f"no package source has the driver's packages ({first_of([*own])}) in {to}"
+        raise AgentError(what, "run `apt update`, or correct --to")
+    return (f"{name}={version}" for name, version in versions.items())
+
+
+def _simulated(words: Sequence[str], to: str, system: System) -> Changes:
+    """Return what apt would do. Raises AgentError if it can do nothing."""
+    try:
+        would = simulate(words, system)
+        others = [each.name for each in would.changes if to and each.new and upstream(each.new) != to]
+        # For a package that must be of `to` at least, apt takes the newest: that would mix versions of the driver.
+        if chosen := available(others, to, system):
+            would = simulate([*words, *(f"{name}={version}" for name, version in chosen.items())], system)
+    except CommandError as error:
+        raise AgentError(str(error), "install that version with apt" if to else "choose a version with --to") from error
+    return would
+
+
+def _has_branch(name: str, branch: str, version: str) -> bool:
+    """Return whether a package has the branch in its name, but not the whole version."""
+    return version not in name and any(each["branch"] == branch for each in BRANCH.finditer(name))
+
+
+def _refuse_pins(have: Iterable[str], to: str, packages: DriverPackages) -> None:
+    """Raise AgentError if an installed package makes apt prefer another branch or version than that, if it is given."""
+    for name in have if to else ():
+        kept = name.removeprefix(packages.pins)
+        if kept not in (name, to) and not to.startswith(f"{kept}."):
+            other = packages.pins + to.partition(".")[0]
+            raise AgentError(f"{name} keeps apt to driver {kept}", f"install {other} with apt first, or correct --to")
+
+
+def _other_names(names: Iterable[str], to: str, system: System) -> dict[str, str]:
+    """Return what packages with a branch in their names are called in the branch of `to`.
+
+    Ubuntu's names have the new branch. NVIDIA's package source for Ubuntu has no branch in names from 590 on:
+    libnvidia-compute-580 became libnvidia-compute, nvidia-dkms-580-open nvidia-dkms-open ("Recent updates" in NVIDIA's
+    Driver Installation Guide r590). Built modules are only Ubuntu's.
+    """
+    with_branch = {name: BRANCH.sub(f"-{to.partition('.')[0]}", name, count=1) for name in names}
+    if available([each for each in with_branch.values() if not each.startswith(BUILT)], to, system):
+        return with_branch
+    return {name: each if each.startswith(BUILT) else BRANCH.sub("", name, 1) for name, each in with_branch.items()}
 
 
 def _of_other_branch(replaced: Mapping[str, str], to: str, system: System) -> dict[str, str]:
     """Return the package versions of another branch, by the new names. Raises AgentError if a package has none."""
-    names = sorted(replaced.values())
+    names = sorted({*replaced.values()})
     found = available(names, to, system)
     if not found:
-        what = f"no package source has the driver's packages in {to}"
-        raise AgentError(what, "run `apt update`, or correct --to")
-    of_kernels = [name for name in names if name.startswith("linux-")]
-    found |= available(of_kernels, None, system)
-    # Those of other kernels than the running one may go.
-    if missing := [name for name in names if name not in found and not KERNEL.search(name)]:
+        raise AgentError(f"no package source has the driver's packages in {to}", "run `apt update`, or correct --to")
+    of_kernels = [name for name in names if name.startswith(BUILT)]
+    found |= available_for(of_kernels, to, system)
+    # Those of other kernels than the running one may go, but not all.
+    all_go = not any(name.startswith(BUILT) or DKMS.search(name) for name in found)
+    if missing := [name for name in names if name not in found and (all_go or not KERNEL.search(name))]:
         raise AgentError(f"no package source has {first_of(missing)} in {to}", "install that version with apt")
     return found
 

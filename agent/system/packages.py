@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 
 from msgspec import Struct
 
@@ -33,6 +34,10 @@ CONTENT = re.compile(
     r"\S{10} \S+ +(?:(?P<size>[0-9]{1,15})|[0-9]+,[0-9]+) \S+ \S+ \.(?P<path>/.*?)(?: -> .*| link to .*)?$"
 )
 """A line of `dpkg-deb --contents`; a device has its number in place of a size."""
+RELATION = re.compile(r"\(>?= (\S+)\)")
+"""Matches a version that a dependency asks for, at least or exactly."""
+OPTIONS = ("--allow-downgrades", "--option=APT::Get::AutomaticRemove=false")
+"""Options of apt-get for installations, and for what they would do."""
 KEEP = ("--force-confdef", "--force-confold")
 """Options of dpkg: a changed configuration file stays, and nobody is asked."""
 QUIET = ("--setenv=DEBIAN_FRONTEND=noninteractive", "--setenv=NEEDRESTART_SUSPEND=1", "--setenv=LC_ALL=C")
@@ -113,10 +118,39 @@ def available(names: Collection[str], version: str | None, system: System) -> di
     return found
 
 
+def available_for(names: Collection[str], version: str, system: System) -> dict[str, str]:
+    """Return the newest package version that is made for this version of the driver, for each name that has one.
+
+    Raises AgentError.
+    """
+    found = dict[str, str]()
+    if known := available(names, None, system):
+        # One record for each version, the newest first.
+        for record in system.run("apt-cache", "show", *known, timeout=QUERY_LIMIT).split("\n\n"):
+            fields = dict(line.split(": ", 1) for line in record.splitlines() if re.match(r"\S+: ", line))
+            if is_made_for(version, fields.get("Depends", "")):
+                found.setdefault(fields["Package"], fields["Version"])
+    return found
+
+
+def is_made_for(version: str, depends: str) -> bool:
+    """Return whether a package with these dependencies has modules of this version of the driver.
+
+    Ubuntu's packages of built modules have the kernel's version, but need `nvidia-kernel-common-580-server
+    (>= 580.178.04)`, for example. Those of the closed modules do not forbid a newer one, although it does not work.
+    """
+    return any(upstream(each) == version for each in RELATION.findall(depends))
+
+
+def dependencies(path: str, system: System) -> str:
+    """Return what a package's file says in Depends. Raises AgentError."""
+    return system.run("dpkg-deb", "--field", path, "Depends", timeout=QUERY_LIMIT)
+
+
 def simulate(words: Iterable[str], system: System) -> Changes:
     """Return what `apt-get install` would do with these words. Changes nothing. Raises AgentError."""
     changes, removed = [], []
-    for line in system.run("apt-get", "--simulate", "--allow-downgrades", *words, timeout=QUERY_LIMIT).splitlines():
+    for line in system.run("apt-get", "--simulate", *OPTIONS, *words, timeout=QUERY_LIMIT).splitlines():
         if not line.startswith(("Inst ", "Remv ", "Purg ")):
             continue
         match = STEP.match(line)
@@ -208,9 +242,22 @@ def install(words: Iterable[str], system: System, progress: Callable[[str], None
     """Install packages by `apt-get install`, which may remove others only if `removes` is set. Raises AgentError."""
     wait_for_lock(system, progress)
     options = [f"--option=Dpkg::Options::={each}" for each in KEEP]
-    options += [f"--option=DPkg::Lock::Timeout={LOCK_WAIT:.0f}", "--option=APT::Get::AutomaticRemove=false"]
-    options += [] if removes else ["--no-remove"]
-    _run("apt-get", "--yes", "--quiet", "--allow-downgrades", *options, "install", *words, system=system)
+    options += [f"--option=DPkg::Lock::Timeout={LOCK_WAIT:.0f}", *(() if removes else ("--no-remove",))]
+    _run("apt-get", "--yes", "--quiet", *OPTIONS, *options, "install", *words, system=system)
+
+
+def automatic(system: System) -> frozenset[str]:
+    """Return the packages that apt installed only because others need them; none if that is unknown."""
+    with suppress(AgentError):
+        return frozenset(system.run("apt-mark", "showauto", timeout=QUERY_LIMIT).split())
+    return frozenset()
+
+
+def mark_automatic(names: Collection[str], system: System) -> None:
+    """Let apt remove these packages when nothing needs them any longer. If that fails, they only stay."""
+    if names:
+        with suppress(AgentError):
+            system.run("apt-mark", "auto", *names, timeout=QUERY_LIMIT)
 
 
 def put_back(paths: Iterable[str], added: Collection[str], system: System, progress: Callable[[str], None]) -> None:

@@ -318,6 +318,8 @@ class DriverPackages(Struct, frozen=True):
     """Those of the daemons that only work with a module of their own version."""
     strict_packages: tuple[str, ...]
     """Beginnings of the names of these daemons' packages."""
+    pins: str
+    """Beginning of the names of packages that keep apt to a branch or version, which follows."""
     files: tuple[str, ...]
     """Names of files that the packages must have, with `{}` for the version."""
     loaded: Callable[[System], Seen[str]]

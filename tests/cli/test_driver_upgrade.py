@@ -9,7 +9,7 @@ from agent.cli.doctor.host import faults_in_brief
 from agent.host.driver_upgrade import left_to_do
 from agent.host.state.locks import detach_lock
 from agent.model.errors import AgentError
-from agent.model.paths import DRIVER_PACKAGES, DRIVER_UPGRADE
+from agent.model.paths import DRIVER_PACKAGES, DRIVER_UPGRADE, STATE
 from tests.fakes.clock import Clock
 from tests.fakes.command import Capture, command
 from tests.fakes.detach_site import Interrupted
@@ -100,7 +100,8 @@ def use_force(driver: DriverHost) -> None:
         (lambda it: it.held.add(DAEMON), "", f"run `apt-mark unhold {DAEMON}`"),
         (lambda it: it.removes.append("cuda"), "", "apt would remove cuda"),
         (lambda it: it.contents.update({NEW: ["libcuda.so.{}"]}), "", f"do not have libnvidia-ml.so.{NEW}"),
-        (lambda it: setattr(it.host, "free", 1 << 20), "", "may need 64 MiB, but only 1 MiB are free"),
+        (lambda it: it.host.free_of.update({STATE: 1 << 20}), "", f"{STATE}: 64 MiB may be needed for driver"),
+        (lambda it: it.host.free_of.update({"/usr": 1 << 20}), "", "/usr: 64 MiB may be needed for driver"),
         (lambda it: it.have.update({MODULES: (OLD, "half-configured")}), "", "not completely installed"),
         (lambda it: it.have.update(dict.fromkeys(it.have, ("1", "installed"))), "", f"package has the version {OLD}"),
         (lambda it: None, "--to 1.2", "no package source has the driver's packages in 1.2"),
@@ -192,6 +193,110 @@ def test_an_incomplete_branch_is_refused(site: Site, wrong: Callable[[DriverHost
     assert site.driver.state() == AS_BEFORE
 
 
+def test_nvidias_own_names_have_no_branch(site: Site, capsys: Capture) -> None:
+    """From driver 590 on, in NVIDIA's package source for Ubuntu; here, the versions are others."""
+    site.driver.branched = site.driver.drops_branch = True
+    follow = rf"replace the packages of driver {OLD} by those of {NEW} \(use --to {NEW}\)"
+    with pytest.raises(AgentError, match=follow):
+        site.upgrade()
+    assert site.upgrade(f"--to {NEW}") == 0
+    assert f"libcuda1 (new) -> {NEW}-1, libcuda1-550 {OLD}-1 -> (removed)" in capsys.readouterr().out
+    assert site.driver.state() == UPGRADED
+    assert site.is_finished()
+
+
+def test_what_the_new_driver_adds_is_of_its_version(site: Site) -> None:
+    """Where a package must be of that version at least, apt takes the newest."""
+    driver = site.driver
+    driver.branched, driver.added, driver.added_by_itself = True, "libnvidia-gpucomp1", "595.1"
+    driver.sources[NEW].add(driver.added)
+    assert site.upgrade(f"--to {NEW}") == 0
+    assert f"download libnvidia-gpucomp1-580={NEW}-1 to new" in driver.changes
+    assert driver.state() == UPGRADED
+
+
+def test_apt_may_still_remove_what_nobody_asked_for(site: Site) -> None:
+    driver = site.driver
+    driver.branched, driver.added, driver.automatic = True, "libnvidia-gpucomp1", ["libcuda1-550", "zlib1g"]
+    driver.sources[NEW].add(driver.added)
+    assert site.upgrade(f"--to {NEW}") == 0
+    assert driver.automatic == ["libcuda1-580", "libnvidia-gpucomp1-580"]
+
+
+def test_without_marks_the_driver_is_upgraded(site: Site) -> None:
+    site.driver.automatic = [LIBRARIES]
+    site.driver.fails["apt-mark"] = "simulated"
+    assert site.upgrade() == 0
+    assert site.driver.state() == UPGRADED
+
+
+@pytest.mark.parametrize("kept", ["550", OLD])
+def test_a_package_that_keeps_apt_to_another_branch_is_named(site: Site, kept: str) -> None:
+    site.driver.branched = True
+    site.driver.have_built[f"nvidia-driver-pinning-{kept}"] = "1"
+    with pytest.raises(AgentError, match=rf"pinning-{kept} keeps .*install nvidia-driver-pinning-580 with apt first"):
+        site.upgrade(f"--to {NEW}")
+    site.driver.have_built = {"nvidia-driver-pinning-580": "1"}
+    assert site.upgrade(f"--to {NEW}") == 0
+
+
+UBUNTU_KERNEL = "6.12.0-7-generic"
+META, OF_KERNEL = "linux-modules-nvidia-{}-generic", f"linux-modules-nvidia-{{}}-{UBUNTU_KERNEL}"
+
+
+def use_built_modules(driver: DriverHost, branch: str = "550") -> None:
+    """Let the module come in Ubuntu's packages, which have the version of the kernel."""
+    driver.host.file("/proc/sys/kernel/osrelease", f"{UBUNTU_KERNEL}\n")
+    driver.module_files = ["x"]
+    driver.have_built = {META.format(550): "6.12.0-7.7", OF_KERNEL.format(550): "6.12.0-7.7"}
+    # The newest of the kernel packages belongs to another version of the branch.
+    driver.built = {
+        META.format(branch): {"6.12.0-9.9": "9.9", "6.12.0-7.7+1": NEW},
+        OF_KERNEL.format(branch): {"6.12.0-7.7+1": NEW},
+    }
+
+
+def test_built_modules_are_of_the_drivers_version(site: Site) -> None:
+    site.driver.branched = True
+    use_built_modules(site.driver, "580")
+    assert site.upgrade(f"--to {NEW}") == 0
+    fetched = [each for each in site.driver.changes if "linux-" in each and each.endswith("new")]
+    names = (META.format(580), OF_KERNEL.format(580))
+    assert sorted(fetched) == sorted(f"download {name}=6.12.0-7.7+1 to new" for name in names)
+
+
+@pytest.mark.parametrize("name", [META, OF_KERNEL])
+def test_another_branch_without_its_modules_is_refused(site: Site, name: str) -> None:
+    """Of which the package sources have a newer one; also for the next boot, for which no module is proved."""
+    site.driver.branched = True
+    use_built_modules(site.driver, "580")
+    site.driver.have_built = {name.format(550): "6.12.0-7.7"}
+    site.driver.built[name.format(580)] = {"6.12.0-9.9": "9.9"}
+    with pytest.raises(AgentError, match=f"no package source has {name.format(580)} in {NEW}"):
+        site.upgrade(f"--to {NEW} --next-boot")
+    assert site.driver.changes == []
+
+
+def test_built_modules_are_upgraded_with_the_driver(site: Site) -> None:
+    """With Ubuntu's closed modules, apt would not: nothing forbids old modules with new libraries."""
+    use_built_modules(site.driver)
+    assert site.upgrade() == 0
+    assert f"download {OF_KERNEL.format(550)}=6.12.0-7.7+1 to new" in site.driver.changes
+    assert not any(META.format(550) in each for each in site.driver.changes)
+    assert site.driver.state() == UPGRADED
+
+
+@pytest.mark.parametrize("branch", ["550", "580"])
+def test_a_built_module_of_another_version_stops_nothing(site: Site, branch: str) -> None:
+    site.driver.branched = branch == "580"
+    use_built_modules(site.driver, branch)
+    site.driver.built[OF_KERNEL.format(branch)] = {"6.12.0-7.7+1": "9.9"}
+    with pytest.raises(AgentError, match=f"driver {NEW} have no module for the running kernel {UBUNTU_KERNEL}"):
+        site.upgrade(f"--to {NEW}" if branch == "580" else "")
+    assert all(each.startswith("download") for each in site.driver.changes)
+    assert site.driver.state() == AS_BEFORE
+
+
 KERNEL = "6.12.0"
 DKMS = "src/nvidia-current-{}/dkms.conf"
 
@@ -242,6 +347,26 @@ def test_a_build_that_fails_leaves_only_its_log(site: Site) -> None:
         site.upgrade()
     assert site.host.read_text(f"{DRIVER_PACKAGES}/build.log") == "why"
     assert sorted(site.host.entries(DRIVER_PACKAGES)) == ["build.log", "new", "old"]
+
+
+def test_nothing_is_built_without_room(site: Site) -> None:
+    """There is room for the driver itself."""
+    use_dkms(site.driver)
+    site.driver.size, site.host.free = 100 << 20, 600 << 20
+    with pytest.raises(AgentError, match=rf"1320 MiB may be needed to build the module of driver {NEW}"):
+        site.upgrade()
+    assert site.driver.changes == FETCH
+    assert not any("--extract" in each for each in site.driver.calls)
+
+
+def test_no_dkms_is_no_dkms(site: Site, capsys: Capture) -> None:
+    """Ubuntu's nvidia-headless-no-dkms is for hosts with built modules."""
+    site.driver.have["nvidia-headless-no-dkms-550"] = (OLD, "installed")
+    site.driver.sources[NEW].add("nvidia-headless-no-dkms-550")
+    assert site.upgrade("--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert "nvidia-headless-no-dkms-550" in shown
+    assert "would build" not in shown
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

@@ -35,10 +35,22 @@ class DriverHost:
         """Which packages the package sources have, by version."""
         self.added = ""
         """A package that only the new driver needs, and that breaks the old one."""
+        self.added_by_itself = NEW
+        """The version of it that apt takes if nobody asks for one, where names have the branch."""
         self.branched = False
         """Whether the names of packages have the driver's branch, as Ubuntu's: two branches are in conflict."""
+        self.drops_branch = False
+        """Whether the names of the new packages have no branch, as NVIDIA's from 590 on."""
         self.ends_branch = False
         """Whether the new packages of a branch only need those of the next branch, of which they have the version."""
+        self.built: dict[str, dict[str, str]] = {}
+        """The versions of Ubuntu's packages of built modules, and the driver's version that each needs, by name."""
+        self.have_built: dict[str, str] = {}
+        """Which of them are installed, in which version; and other packages."""
+        self.size = 9
+        """The size of each file in packages."""
+        self.automatic: list[str] = []
+        """What apt installed because other packages need it."""
         self.held: set[str] = set()
         self.removes: list[str] = []
         """Packages that apt would remove."""
@@ -115,7 +127,7 @@ class DriverHost:
 
     def _versions(self, argv: Sequence[str]) -> str:
         names = [posixpath.basename(each) for each in argv if each.endswith(".deb")]
-        (version,) = {each.split("_")[1].removesuffix("-1") for each in names}
+        (version,) = {each.split("_")[1].removesuffix("-1") for each in names if not each.startswith("linux-")}
         return version
 
     def _run(self, argv: tuple[str, ...], timeout: float) -> Completed:  # noqa: C901
@@ -129,6 +141,8 @@ class DriverHost:
                     for name, (version, status) in self.have.items()
                 )
                 printed = OTHERS + "".join("\t".join(each) + "\n" for each in lines)
+                for name, version in self.have_built.items():
+                    printed += f"{name}\tamd64\t{version}\t{version}\tinstalled\tinstall\n"
             case ("apt-cache", "madison", *names):
                 printed = "".join(
                     f"{name} | {version}-1 | http://deb.debian.org/debian trixie/non-free amd64 Packages\n"
@@ -137,23 +151,44 @@ class DriverHost:
                     if name in {self._called(each, version) for each in self.sources[version]}
                     or (self.ends_branch and version == NEW and name.endswith("-550"))
                 )
-            case ("apt-get", "--simulate", _, "install", *words):
-                printed = self._simulate(words)
+                for name, versions in self._asked(names):
+                    printed += "".join(f"{name} | {each} | http://x noble/restricted Packages\n" for each in versions)
+            case ("apt-cache", "show", *names):
+                printed = "\n".join(
+                    f"Package: {name}\nVersion: {version}\nDepends: linux-image-x, nvidia-kernel-common (>= {driver})\n"
+                    for name, versions in self._asked(names)
+                    for version, driver in versions.items()
+                )
+            case ("apt-mark", "showauto"):
+                printed = "".join(f"{name}\n" for name in self.automatic)
+            case ("apt-mark", "auto", *names):
+                self.automatic = names
+            case ("apt-get", "--simulate", _, _, "install", *words):
+                own = [word for word in words if not posixpath.basename(word).startswith("linux-")]
+                printed = self._simulate(own) + self._simulate_built(words)
             case ("env", directory, "apt-get", "download", package):
                 name, _, version = package.partition("=")
-                known = self.sources.get(version.removesuffix("-1"), ())
-                if name not in {self._called(each, version) for each in known}:
+                plain = version.removesuffix("-1")
+                known = {self._called(each, plain) for each in self.sources.get(plain, ())}
+                if name not in known and version not in {*self.built.get(name, ()), self.have_built.get(name)}:
                     return Completed(100, b"", f"E: Version '{version}' for '{name}' was not found\n".encode())
                 self.host.file(
                     f"{directory.removeprefix('--chdir=').removeprefix(self.host.root)}/{name}_{version}_amd64.deb"
                 )
             case ("dpkg-deb", "--contents", path):
-                version = self._versions([path])
+                name, version = posixpath.basename(path).split("_")[:2]
+                version = version.removesuffix("-1")
                 files = [f"lib/{each}" for each in self.contents[version]] if LIBRARIES in path else ["x"]
                 files = self.module_files if MODULES in path else files
+                kernel = self.host.read_text("/proc/sys/kernel/osrelease").strip()
+                files = [f"lib/modules/{kernel}/nvidia.ko"] if name.endswith(f"-{kernel}") else files
                 printed = "".join(
-                    f"-rw-r--r-- root/root 9 2025-01-01 00:00 ./usr/{each.format(version)}\n" for each in files
+                    f"-rw-r--r-- root/root {self.size} 2025-01-01 00:00 ./usr/{each.format(version)}\n"
+                    for each in files
                 )
+            case ("dpkg-deb", "--field", path, "Depends"):
+                name, version = posixpath.basename(path).split("_")[:2]
+                printed = f"linux-image-x, nvidia-kernel-common (>= {self.built[name][version]})\n"
             case ("dpkg", *_, "--install", _, _, _) if self.added in self.have:
                 return Completed(1, b"", f"dpkg: {self.added} breaks {LIBRARIES} and is installed\n".encode())
             case ("apt-get", "--yes", *_) | ("dpkg", *_, "--install", _, _, _):
@@ -192,18 +227,40 @@ class DriverHost:
         return done
 
     def _called(self, name: str, version: str) -> str:
-        return f"{name.removesuffix('-550')}-{version.partition('.')[0]}" if self.branched else name
+        if not self.branched:
+            return name
+        plain = name.removesuffix("-550")
+        return plain if self.drops_branch and version == NEW else f"{plain}-{version.partition('.')[0]}"
+
+    def _asked(self, names: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+        return [(name, self.built[name]) for name in names if name in self.built]
+
+    def _simulate_built(self, words: Sequence[str]) -> str:
+        """Return what apt prints for packages of built modules by name, by version or by file."""
+        asked = [posixpath.basename(word).replace("=", "_").split("_")[:2] for word in words]
+        printed = ""
+        for name, *version in (each for each in asked if each[0] in self.built):
+            new = version[0] if version else next(iter(self.built[name]))
+            old = f" [{self.have_built[name]}]" if name in self.have_built else ""
+            printed += f"Inst {name}{old} ({new} Ubuntu:24.04/noble [amd64])\n"
+        gone = [each for each in self.have_built if "-550" in each] if "-580" in printed else []
+        return printed + "".join(f"Remv {name} [1]\n" for name in gone)
 
     def _simulate_other_branch(self, words: Sequence[str]) -> str:
         """Return what apt prints for packages by version or file: those of the other branch go."""
         old = {self._called(name, version): version for name, (version, _) in self.have.items()}
         names = {posixpath.basename(word).replace("=", "_").split("_")[0] for word in words}
         new = next((version for version in self.sources if any(version in word for word in words)), OLD)
+        if self.drops_branch and "--only-upgrade" in words:
+            names, new = {self._called(name, NEW) for name in self.have}, NEW
         gone = [f"Remv {name} [{version}-1]\n" for name, version in old.items() if name not in names]
         if self.ends_branch and not any("-580" in word for word in words):
             added = [f"Inst {name} [{OLD}-1] ({NEW}-1 localhost [amd64])\n" for name in old]
             return "".join([*added, f"Inst libcuda1-580 ({NEW}-1 localhost [amd64])\n"])
         added = [f"Inst {name} ({new}-1 localhost [amd64])\n" for name in names if name not in old]
+        needed = self._called(self.added, new) if self.added else ""
+        if added and needed not in ("", *names):
+            added.append(f"Inst {needed} ({self.added_by_itself}-1 localhost [amd64])\n")
         return "".join((gone if added else []) + added + [f"Remv {name} [1]\n" for name in self.removes])
 
     def _simulate(self, words: Sequence[str]) -> str:

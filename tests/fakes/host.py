@@ -239,6 +239,8 @@ class Host(System):
         """
         self.free: int | None = None
         """Free bytes of all file systems; None for those of this test's file system."""
+        self.free_of: dict[str, int] = {}
+        """Free bytes for some paths."""
         self.acls: set[str] = set()
         """Paths that have an access control list."""
         self._architecture = architecture
@@ -292,7 +294,8 @@ class Host(System):
         super().make_directory(path)
 
     def free_bytes(self, path: str) -> int:
-        return super().free_bytes(path) if self.free is None else self.free
+        free = self.free_of.get(path, self.free)
+        return super().free_bytes(path) if free is None else free
 
     def lines(self, path: str) -> Iterator[bytes]:
         self._fail(path)

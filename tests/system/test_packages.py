@@ -11,6 +11,7 @@ from agent.system.packages import (
     Change,
     Changes,
     available,
+    available_for,
     contents,
     fetch,
     file_of,
@@ -22,7 +23,7 @@ from agent.system.packages import (
 )
 from tests.fakes.host import Host
 
-SIMULATE = ("apt-get", "--simulate", "--allow-downgrades", "install", "a")
+SIMULATE = ("apt-get", "--simulate", "--allow-downgrades", "--option=APT::Get::AutomaticRemove=false", "install", "a")
 CONTENTS = ("dpkg-deb", "--contents", "/a.deb")
 
 
@@ -56,7 +57,7 @@ def test_changes_and_removals(host: Host) -> None:
         "Purg old [1] [new:amd64 ]\n"
         "Conf firmware (555.42.06-1 localhost [all])\n",
     )
-    assert simulate(SIMULATE[3:], host) == Changes(
+    assert simulate(SIMULATE[4:], host) == Changes(
         (Change("firmware", None, "555.42.06-1"), Change("libcuda1:i386", "550.163.01-2", "555.42.06-1")),
         ("cuda", "old"),
     )
@@ -66,7 +67,7 @@ def test_changes_and_removals(host: Host) -> None:
 def test_a_change_that_is_not_understood_is_an_error(host: Host, line: str) -> None:
     host.command(*SIMULATE, stdout=f"{line}\n")
     with pytest.raises(DocumentError, match="not understood"):
-        simulate(SIMULATE[3:], host)
+        simulate(SIMULATE[4:], host)
 
 
 def test_installed_packages_have_their_architecture_if_it_is_foreign(host: Host) -> None:
@@ -98,6 +99,28 @@ def test_versions_of_package_sources(host: Host) -> None:
     host.command(*("apt-cache", "madison", "libcuda1:i386"), stdout="libcuda1 | 555.42-3 | http://x ./ Sources\n")
     assert available(["libcuda1", "libcuda1:i386"], "555.42", host) == {"libcuda1": "555.42-2"}
     assert available(["libcuda1"], None, host) == {"libcuda1": "560.1-1"}
+
+
+def test_the_driver_that_built_modules_are_made_for(host: Host) -> None:
+    """The lines are those of Ubuntu 24.04. The newest package is empty, because the branch has ended."""
+    name = "linux-modules-nvidia-535-server-generic"
+    host.command(
+        *("apt-cache", "madison", name, "gone"),
+        stdout=f"{name} | 6.8.0-151.151 | http://x noble-updates/restricted amd64 Packages\n"
+        f"{name} | 6.8.0-31.31 | http://x noble/restricted amd64 Packages\n",
+    )
+    host.command(
+        *("apt-cache", "show", name),
+        stdout=f"Package: {name}\nVersion: 6.8.0-151.151\nDepends: linux-modules-nvidia-580-server-generic\n"
+        f"Description: Extra drivers for nvidia-535-server\n (dummy package) for 535.161.08\n\n"
+        f"Package: {name}\nVersion: 6.8.0-31.31\nProvides: nvidia-dkms-535-server (= 535.161.08-0ubuntu2)\n"
+        "Depends: linux-modules-nvidia-535-server-6.8.0-31-generic (= 6.8.0-31.31), "
+        "nvidia-kernel-common-535-server (>= 535.161.08)\nFilename: pool/x.deb\n\n",
+    )
+    assert available_for([name, "gone"], "535.161.08", host) == {name: "6.8.0-31.31"}
+    assert available_for([name, "gone"], "535.161", host) == {}
+    host.command("apt-cache", "madison", "gone")
+    assert available_for(["gone"], "535.161.08", host) == {}
 
 
 def test_the_file_of_a_version() -> None:

@@ -328,6 +328,7 @@ NVIDIA = HostVendor(
         daemons=(PERSISTENCE_UNIT, FABRIC_UNIT, "nvidia-imex.service", "nvidia-dcgm.service"),
         strict=(FABRIC_UNIT,),
         strict_packages=("nvidia-fabricmanager",),
+        pins="nvidia-driver-pinning-",
         files=("libcuda.so.{}", "libnvidia-ml.so.{}"),
         loaded=observe_module,
         make_nodes=make_nodes,
