@@ -199,12 +199,13 @@ def _passed(giving: "_Waiting", taking: "_Waiting") -> str:
 def clear(machine: str, other: str, system: System, progress: Progress) -> None:
     """Remove what a killed command has left: its requests, and the pipe of `pass_images`. Others' requests stay."""
     for each in (machine, other):
-        with suppress(AgentError), locked(system, leave_lock_file(each), 0, ""):
-            _withdraw(each, system, progress)
-    try:
-        _remove_all([images_pipe(each) for each in (machine, other)], system)
-    except OSError as error:
-        progress(f"cannot remove a pipe that an interrupted command has left: {error}")
+        try:
+            _remove_all([images_pipe(each)], system)
+            with suppress(AgentError), locked(system, leave_lock_file(each), 0, ""):
+                _withdraw(each, system, progress)
+        # Nothing of this may keep a machine down.
+        except OSError as error:
+            progress(f"cannot remove what an interrupted command has left in machine {each}: {error}")
 
 
 def _remove_all(pipes: Iterable[str], system: System) -> None:

@@ -660,28 +660,15 @@ def _rows(table: str) -> list[list[str]]:
 
 
 def _ctr(work: _Work, *argv: str) -> str:
-    """Run a command that uses ctr, and return what it prints. Raises an error, also if the disk gets too full.
-
-    Meanwhile, the host hears that the machine works, and may withdraw its request: a containerd that hangs must not
-    keep a drain waiting.
-    """
+    """Run a command that uses ctr, and return what it prints. Raises an error, also if the disk gets too full."""
     if work.system.find_program("ctr") is None:
         raise _UnableError("its image has no ctr")
 
-    def ends() -> str | Exception:
-        try:
-            return work.system.run(*argv, timeout=max(work.left, 1.0))
-        except Exception as error:
-            return error
-
-    running = InBackground(ends)
-    while not running.ends_within(LOOK):
-        work.check()
+    def look() -> None:
         if work.system.free_share(STORE) < SPARE:
             raise AgentError(f"less than {SPARE:.0%} of the disk would be free")
-    if isinstance(printed := running.result(), Exception):
-        raise printed
-    return printed
+
+    return _run(work, argv, max(work.left, 1.0), look)
 
 
 def _through_pipe(work: _Work, direction: str, *arguments: str) -> None:
@@ -700,11 +687,32 @@ def _try_programs(work: _Work) -> str:
     """Raise an error if one does not run, for example because it was made for other processors."""
     for name, *arguments in PROGRAMS:
         if work.system.find_program(name):
-            work.system.run(name, *arguments, timeout=PROGRAM_LIMIT)
-            work.check()
+            _run(work, (name, *arguments), PROGRAM_LIMIT)
         elif name == "kubelet":
             raise AgentError("its root file system has no kubelet")
     return ""
+
+
+def _run(work: _Work, argv: Sequence[str], limit: float, look: Callable[[], None] = lambda: None) -> str:
+    """Run a program, and return what it prints. Raises an error, also that of a `look`, one each second.
+
+    Meanwhile, the host hears that the machine works, and may withdraw its request: a program that hangs must not keep a
+    drain waiting.
+    """
+
+    def ends() -> str | Exception:
+        try:
+            return work.system.run(*argv, timeout=limit)
+        except Exception as error:
+            return error
+
+    running = InBackground(ends)
+    while not running.ends_within(LOOK):
+        work.check()
+        look()
+    if isinstance(printed := running.result(), Exception):
+        raise printed
+    return printed
 
 
 TASKS: Mapping[LeaveTask, Callable[[_Work], str]] = {

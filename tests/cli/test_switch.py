@@ -40,6 +40,7 @@ from agent.model.paths import (
     identity_directory,
     images_pipe,
     leave_file,
+    leave_lock_file,
     leaving_file,
     machine_root,
     machine_unit,
@@ -646,6 +647,22 @@ def test_an_interrupted_switch_leaves_nothing_in_the_handoff(host: NodeHost) -> 
     assert work(node_reconciler(host), host.network) == ()
     assert not any(host.exists(path) for path in left)
     assert state(host) == "failed"
+
+
+def test_a_switch_ends_even_if_what_it_has_left_cannot_be_looked_for(host: NodeHost) -> None:
+    """For example because no file can be made in a full /run."""
+    kill_at(host, ("systemctl", "start", "--no-block", UNITS[0]))
+    with pytest.raises(KilledError):
+        switch(host)
+    host.tools.before = lambda argv: None
+    lock, pipe = leave_lock_file(CANDIDATE), images_pipe(MACHINE)
+    host.remove(lock)
+    host.make_directory(lock)
+    host.make_pipe(pipe)
+    assert work(node_reconciler(host), host.network) == ()
+    assert host.bus.properties[host.bus.units[UNITS[0]], "org.freedesktop.systemd1.Unit", "ActiveState"][1] == "active"
+    assert state(host) in ("done", "failed")
+    assert not host.exists(pipe)
 
 
 def test_a_former_root_file_system_is_not_forgotten_before_an_interrupted_switch_has_ended(host: NodeHost) -> None:

@@ -694,19 +694,25 @@ def test_a_wait_at_the_pipe_ends_when_the_host_withdraws_its_request(
     over.set()
 
 
-def test_a_containerd_that_hangs_keeps_no_drain_waiting(node: Node, waiting: ExitStack) -> None:
-    """Whatever ctr is asked for: the machine says that it works, and ends when the host withdraws its request."""
-    over = Event()
+@pytest.mark.parametrize(("task", "name"), [(LeaveTask.GIVE_IMAGES, "ctr"), (LeaveTask.TRY_PROGRAMS, "kubelet")])
+def test_a_program_that_hangs_keeps_no_drain_waiting(
+    node: Node, waiting: ExitStack, task: LeaveTask, name: str
+) -> None:
+    """The machine says that it works, and ends when the host withdraws its request."""
+    over, ended = Event(), Event()
 
     def hangs(argv: tuple[str, ...]) -> Completed:
         node.drop(REQUEST)
         over.wait(10)
+        ended.set()
         return Completed(0, b"", b"")
 
     containerd(node)
-    node.program("ctr", hangs)
-    publish(node, waiting, LeaveTask.GIVE_IMAGES)
+    node.put(f"/usr/local/bin/{name}")
+    node.program(name, hangs)
+    publish(node, waiting, task)
     try:
         assert leave.run(node) == 1
+        assert not ended.is_set()
     finally:
         over.set()

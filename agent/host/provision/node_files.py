@@ -223,7 +223,8 @@ After=kubelet.service
 StartLimitIntervalSec=0
 
 [Service]
-Type=oneshot
+# Not oneshot: until kubectl ends, the machine would count as still booting (`systemctl is-system-running`).
+Type=exec
 # Stays active until the next boot: the path unit would otherwise start it again and again.
 RemainAfterExit=yes
 # The API server may not answer yet.

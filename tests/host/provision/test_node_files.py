@@ -105,6 +105,7 @@ def test_the_join_is_known_from_the_boot_and_not_from_a_clock(tmp_path: Path, ku
     reported.parent.mkdir()
     unit = made()[f"{UNITS}/unbounded-agent-joined.service"].content.decode()
     (script,) = [line.partition("=/bin/sh -c ")[2] for line in unit.splitlines() if line.startswith("ExecStart=")]
+    assert "\nType=exec\n" in unit, "a watch is no part of the machine's boot"
     script = script.strip("'").replace("$$", "$").replace("%%", "%")
     argv = ["/bin/sh", "-c", script.replace(MACHINE_REPORT_DIRECTORY, str(reported.parent))]
     finished = subprocess.run(argv, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
