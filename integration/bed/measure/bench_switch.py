@@ -30,15 +30,16 @@ def measure_new_settings(host: EmptyHost) -> Measures:
 
 
 def measure_switch(host: EmptyHost, switch: Sequence[str], ready: Callable[[], None]) -> Measures:
-    """Switch the machine with this command, wait with `ready` until its pods run, and restart it in both ways."""
+    """Switch the machine with this command, and restart it in both ways, each time when `ready` has waited for pods."""
     restarts = ["unbounded-agent", "restart", MACHINE], ["systemctl", "restart", machine_unit(MACHINE)]
-    seconds = []
+    seconds = list[int]()
     for command in (switch, *restarts):
+        if seconds:
+            ready()
         host.guest.run([*command], timeout=1500)
         # systemd does not wait for the kubelet: until then, the file is missing, or older than the stop.
         host.wait("the kubelet works", lambda: down(host) > 0)
         seconds.append(down(host))
-        ready()
     switched, drained, plain = seconds
     return {
         "switch_down_seconds": switched,

@@ -97,7 +97,7 @@ def test_a_node_is_switched_and_stays_the_same_node(
     host.wait("the node has the new settings", lambda: pods_of_node(host) == 37)
     assert host.get("node", NODE)["metadata"]["uid"] == node["metadata"]["uid"]
     assert run(["stat", "-c", "%i", f"/var/lib/machines/{MACHINE}"]).stdout != root
-    pods_run()
+    host.wait("the pod has come back after the plain restart", host.deployment_runs)
     assert run(["ls", f"/var/lib/unbounded-agent/machines/{MACHINE}/handoff"]).stdout.count("token") == 0
 
 
