@@ -661,15 +661,15 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
     if not own:
         what = f"no package has the version {old} of the loaded driver"
         raise AgentError(what, "`driver upgrade` only upgrades a driver that comes in packages for apt")
-    if held := [name for name, each in own.items() if each.held]:
-        names = " ".join(held)
-        raise AgentError(
-            f"apt keeps the versions of {names}", f"run `apt-mark unhold {names}`, and hold them afterwards"
-        )
-    _refuse_pins(have, to, packages)
     # Built modules have the kernel's version, but also the branch in their names.
     branch = old.partition(".")[0]
     branched = [name for name in have if (name in own or vendor.vendor in name) and _has_branch(name, branch, old)]
+    if held := [name for name, each in have.items() if each.held and (name in own or name in branched)]:
+        # apt simulates their change, but does not make it.
+        names = " ".join(held)
+        hint = f"run `apt-mark unhold {names}`, and hold them afterwards"
+        raise AgentError(f"apt keeps the versions of {names}", hint)
+    _refuse_pins(have, to, packages)
     replaced = dict[str, str]()
     if to and to.partition(".")[0] != branch and any(name in own for name in branched):
         # What has the old branch in its name is not asked for: where that has ended, those packages are empty.

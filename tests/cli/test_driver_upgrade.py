@@ -297,6 +297,17 @@ def test_a_built_module_of_another_version_stops_nothing(site: Site, branch: str
     assert site.driver.state() == AS_BEFORE
 
 
+@pytest.mark.parametrize("options", ["", f"--to {NEW}"])
+def test_a_built_module_on_hold_stops_nothing(site: Site, options: str) -> None:
+    """apt only simulates its change: without --allow-change-held-packages, `apt-get --yes install` then refuses it."""
+    site.driver.branched = bool(options)
+    use_built_modules(site.driver, "580" if options else "550")
+    site.driver.held.add(OF_KERNEL.format(550))
+    with pytest.raises(AgentError, match=f"run `apt-mark unhold {OF_KERNEL.format(550)}`"):
+        site.upgrade(options)
+    assert site.driver.changes == []
+
+
 KERNEL = "6.12.0"
 DKMS = "src/nvidia-current-{}/dkms.conf"
 
