@@ -663,7 +663,7 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
         raise AgentError(what, "`driver upgrade` only upgrades a driver that comes in packages for apt")
     # Built modules have the kernel's version, but also the branch in their names.
     branch = old.partition(".")[0]
-    branched = [name for name in have if (name in own or vendor.vendor in name) and _has_branch(name, branch, old)]
+    branched = [name for name in have if (name in own or vendor.vendor in name) and _has_branch(name, branch)]
     if held := [name for name, each in have.items() if each.held and (name in own or name in branched)]:
         # apt simulates their change, but does not make it.
         names = " ".join(held)
@@ -739,9 +739,10 @@ def _simulated(words: Sequence[str], to: str, system: System) -> Changes:
     return would
 
 
-def _has_branch(name: str, branch: str, version: str) -> bool:
-    """Return whether a package has the branch in its name, but not the whole version."""
-    return version not in name and any(each["branch"] == branch for each in BRANCH.finditer(name))
+def _has_branch(name: str, branch: str) -> bool:
+    """Return whether a package has the branch in its name, but no whole version, as nvidia-firmware-570-570.86.15."""
+    found = BRANCH.search(name)
+    return found is not None and found["branch"] == branch and f"-{branch}." not in name
 
 
 def _refuse_pins(have: Iterable[str], to: str, packages: DriverPackages) -> None:

@@ -308,6 +308,14 @@ def test_a_built_module_on_hold_stops_nothing(site: Site, options: str) -> None:
     assert site.driver.changes == []
 
 
+def test_what_a_former_version_left_has_no_successor(site: Site) -> None:
+    """Ubuntu's packages of firmware have branch and version in their names; apt keeps the former ones."""
+    site.driver.branched = True
+    site.driver.have_built["nvidia-firmware-550-550.90.07"] = "550.90.07"
+    assert site.upgrade(f"--to {NEW}") == 0
+    assert site.driver.state() == UPGRADED
+
+
 KERNEL = "6.12.0"
 DKMS = "src/nvidia-current-{}/dkms.conf"
 
