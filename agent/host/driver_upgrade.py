@@ -273,6 +273,8 @@ class Upgrade(Struct):
     def _prepare(self, *, next_boot: bool) -> None:
         """Download and check everything. Changes nothing of the driver. Raises AgentError."""
         record, system, progress = self.record, self.reconciler.system, self.reconciler.progress
+        # A build that was killed has left it; kubelets may evict pods for its room.
+        system.remove_tree(BUILD)
         strict = self._running(self.packages.strict) if next_boot else ()
         if strict and any(each.name.startswith(self.packages.strict_packages) for each in record.changes):
             why = f"{strict[0]} runs, and its new version ends with the old module: then no GPU computes until the boot"

@@ -378,6 +378,14 @@ def test_nothing_is_built_without_room(site: Site) -> None:
     assert not any("--extract" in each for each in site.driver.calls)
 
 
+def test_what_a_killed_build_left_takes_no_room(site: Site) -> None:
+    site.host.file(f"{DRIVER_PACKAGES}/build/built/nvidia.o")
+    site.host.free = 1 << 20
+    with pytest.raises(AgentError, match="may be needed for driver"):
+        site.upgrade()
+    assert not site.host.exists(f"{DRIVER_PACKAGES}/build")
+
+
 def test_no_dkms_is_no_dkms(site: Site, capsys: Capture) -> None:
     """Ubuntu's nvidia-headless-no-dkms is for hosts with built modules."""
     site.driver.have["nvidia-headless-no-dkms-550"] = (OLD, "installed")
