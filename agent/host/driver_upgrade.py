@@ -737,7 +737,7 @@ def _simulated(words: Sequence[str], to: str, system: System) -> Changes:
         if chosen := available(others, to, system):
             would = simulate([*words, *(f"{name}={version}" for name, version in chosen.items())], system)
     except CommandError as error:
-        raise AgentError(str(error), "install that version with apt" if to else "choose a version with --to") from error
+        raise AgentError(str(error), "run it to see why, or choose another version with --to") from error
     return would
 
 

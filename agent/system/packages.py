@@ -36,7 +36,7 @@ CONTENT = re.compile(
 """A line of `dpkg-deb --contents`; a device has its number in place of a size."""
 RELATION = re.compile(r"\(>?= (\S+)\)")
 """Matches a version that a dependency asks for, at least or exactly."""
-OPTIONS = ("--allow-downgrades", "--option=APT::Get::AutomaticRemove=false")
+OPTIONS = ("--yes", "--allow-downgrades", "--option=APT::Get::AutomaticRemove=false")
 """Options of apt-get for installations, and for what they would do."""
 KEEP = ("--force-confdef", "--force-confold")
 """Options of dpkg: a changed configuration file stays, and nobody is asked."""
@@ -243,7 +243,7 @@ def install(words: Iterable[str], system: System, progress: Callable[[str], None
     wait_for_lock(system, progress)
     options = [f"--option=Dpkg::Options::={each}" for each in KEEP]
     options += [f"--option=DPkg::Lock::Timeout={LOCK_WAIT:.0f}", *(() if removes else ("--no-remove",))]
-    _run("apt-get", "--yes", "--quiet", *OPTIONS, *options, "install", *words, system=system)
+    _run("apt-get", *OPTIONS, "--quiet", *options, "install", *words, system=system)
 
 
 def automatic(system: System) -> frozenset[str]:

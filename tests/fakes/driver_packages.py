@@ -163,7 +163,7 @@ class DriverHost:
                 printed = "".join(f"{name}\n" for name in self.automatic)
             case ("apt-mark", "auto", *names):
                 self.automatic = names
-            case ("apt-get", "--simulate", _, _, "install", *words):
+            case ("apt-get", "--simulate", _, _, _, "install", *words):
                 own = [word for word in words if not posixpath.basename(word).startswith("linux-")]
                 printed = self._simulate(own) + self._simulate_built(words)
             case ("env", directory, "apt-get", "download", package):
