@@ -108,7 +108,7 @@ def use_force(driver: DriverHost) -> None:
         (lambda it: it.host.remove_tree("/sys/module/nvidia"), "", "is not loaded"),
         (use_force, "", "PID 901 (train): /dev/nvidia1"),
         (lambda it: None, "--next-boot", "then no GPU computes until the boot"),
-        (lambda it: it.fails.update({"apt-get --simulate": "E: held broken packages"}), "", "run it to see why, or choose"),
+        (lambda it: it.fails.update({"apt-get --simulate": "E: held broken packages"}), "", "run it to see why"),
     ],
 )  # fmt: skip
 def test_it_refuses_before_it_changes_anything(
