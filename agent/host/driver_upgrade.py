@@ -217,16 +217,13 @@ class Upgrade(Struct):
         wanted = {(node.number.major, node.number.minor): node.path for node in self._nodes()}
         return find_holders(self.reconciler.system, wanted).holders
 
-    def _nodes(self) -> tuple[DeviceNode, ...]:
+    def _facts(self) -> VendorFacts:
         facts = self.reconciler.preview()[0]
-        devices = next((each.devices for each in facts.vendors if each.vendor == self.record.vendor), ())
-        return devices if isinstance(devices, tuple) else ()
+        return next(each for each in facts.vendors if each.vendor == self.record.vendor)
 
-    def _gpus(self) -> tuple[str, ...]:
-        facts = self.reconciler.preview()[0]
-        return tuple(
-            sorted(gpu.pci_address for each in facts.vendors if each.vendor == self.record.vendor for gpu in each.gpus)
-        )
+    def _nodes(self) -> tuple[DeviceNode, ...]:
+        devices = self._facts().devices
+        return devices if isinstance(devices, tuple) else ()
 
     def _running(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the units that run. Raises AgentError if that is unknown."""
@@ -442,8 +439,7 @@ class Upgrade(Struct):
             else:
                 self._put_back()
             self._load(version)
-        facts = self.reconciler.preview()[0]
-        driver = next(each.driver for each in facts.vendors if each.vendor == record.vendor)
+        driver = self._facts().driver
         found = driver.user_space.version if driver else Absent("no driver was found")
         if found != version:
             has = f"libraries of {found}" if isinstance(found, str) else found.why
@@ -504,7 +500,7 @@ class Upgrade(Struct):
         try:
             with ExitStack() as locks:
                 # A reset or a test of a GPU may have no node open at the moment.
-                for address in self._gpus():
+                for address in sorted(gpu.pci_address for gpu in self._facts().gpus):
                     locks.enter_context(detach_lock(self.reconciler.system, address))
                 if held := self.foreign_holders():
                     raise AgentError("; ".join(held), "end this first")
@@ -717,14 +713,15 @@ def _wanted(
     if not to:
         # apt itself would keep Ubuntu's closed modules. What needs those of each new kernel stays if it can.
         return ("--only-upgrade", *own, *(name for name in built if KERNEL.search(name)))
-    versions = available([name for name in own if name not in replaced], to, system)
-    if replaced:
-        versions |= _of_other_branch(replaced, to, system)
-    elif versions:
-        versions |= available_for(built, to, system)
-    else:
-        what = f"no package source has the driver's packages ({first_of([*own])}) in {to}"
-        raise AgentError(what, "run `apt update`, or correct --to")
+    versions = available(sorted({*own, *replaced.values()} - replaced.keys()), to, system)
+    if not versions:
+        raise AgentError(f"no package source has the driver's packages in {to}", "run `apt update`, or correct --to")
+    versions |= available_for([replaced.get(name, name) for name in built], to, system)
+    # Of another branch, those of other kernels than the running one may go, but not all.
+    all_go = not any(name.startswith(BUILT) or DKMS.search(name) for name in versions)
+    missing = {name for name in replaced.values() if name not in versions and (all_go or not KERNEL.search(name))}
+    if missing:
+        raise AgentError(f"no package source has {first_of(sorted(missing))} in {to}", "install that version with apt")
     return (f"{name}={version}" for name, version in versions.items())
 
 
@@ -767,21 +764,6 @@ def _other_names(names: Iterable[str], to: str, system: System) -> dict[str, str
     if available([each for each in with_branch.values() if not each.startswith(BUILT)], to, system):
         return with_branch
     return {name: each if each.startswith(BUILT) else BRANCH.sub("", name, 1) for name, each in with_branch.items()}
-
-
-def _of_other_branch(replaced: Mapping[str, str], to: str, system: System) -> dict[str, str]:
-    """Return the package versions of another branch, by the new names. Raises AgentError if a package has none."""
-    names = sorted({*replaced.values()})
-    found = available(names, to, system)
-    if not found:
-        raise AgentError(f"no package source has the driver's packages in {to}", "run `apt update`, or correct --to")
-    of_kernels = [name for name in names if name.startswith(BUILT)]
-    found |= available_for(of_kernels, to, system)
-    # Those of other kernels than the running one may go, but not all.
-    all_go = not any(name.startswith(BUILT) or DKMS.search(name) for name in found)
-    if missing := [name for name in names if name not in found and (all_go or not KERNEL.search(name))]:
-        raise AgentError(f"no package source has {first_of(missing)} in {to}", "install that version with apt")
-    return found
 
 
 def _driver(facts: Facts) -> tuple[VendorFacts, DriverPackages, str]:
