@@ -171,24 +171,27 @@ def fetch(wanted: Mapping[str, str], directory: str, system: System) -> None:
     system.make_directory(directory)
     kept, partial = read_seen(system.entries, CACHE), f"{directory}/partial"
     native = native_architecture(system)
-    for name, version in wanted.items():
-        if file_of(name, version, system.entries(directory), native):
-            continue
-        # Whatever kills this, only complete files get to `directory`.
+    try:
+        for name, version in wanted.items():
+            if file_of(name, version, system.entries(directory), native):
+                continue
+            # Whatever kills this, only complete files get to `directory`.
+            system.remove_tree(partial)
+            system.make_directory(partial)
+            if isinstance(kept, tuple) and (cached := file_of(name, version, kept, native)):
+                system.run("cp", "--", f"{CACHE}/{cached}", f"{partial}/{cached}", timeout=QUERY_LIMIT)
+            else:
+                # apt-get downloads into its working directory.
+                download = ("env", f"--chdir={partial}", "apt-get", "download", f"{name}={version}")
+                system.run_tool(*download, timeout=FETCH_LIMIT)
+            file = file_of(name, version, system.entries(partial), native)
+            if not file:
+                raise AgentError(f"`apt-get download {name}={version}` left no package in {partial}")
+            system.sync(f"{partial}/{file}")
+            system.rename(f"{partial}/{file}", f"{directory}/{file}")
+    finally:
+        # Half a file of a failed download, perhaps on a disk that it has filled: kubelets evict pods then.
         system.remove_tree(partial)
-        system.make_directory(partial)
-        if isinstance(kept, tuple) and (cached := file_of(name, version, kept, native)):
-            system.run("cp", "--", f"{CACHE}/{cached}", f"{partial}/{cached}", timeout=QUERY_LIMIT)
-        else:
-            # apt-get downloads into its working directory.
-            download = ("env", f"--chdir={partial}", "apt-get", "download", f"{name}={version}")
-            system.run_tool(*download, timeout=FETCH_LIMIT)
-        file = file_of(name, version, system.entries(partial), native)
-        if not file:
-            raise AgentError(f"`apt-get download {name}={version}` left no package in {partial}")
-        system.sync(f"{partial}/{file}")
-        system.rename(f"{partial}/{file}", f"{directory}/{file}")
-    system.remove_tree(partial)
 
 
 def file_of(name: str, version: str, files: Iterable[str], native: str) -> str:
