@@ -413,7 +413,8 @@ class Upgrade(Struct):
         except (AgentError, OSError) as error:
             self._put_back_after(error)
             forget(self.reconciler.system)
-            return Ending(False, (f"driver {record.new} could not be installed, {record.old} is again: {error}",))
+            what = f"driver {record.new} could not be installed, {record.old} is installed again: {error}"
+            return Ending(False, (what,))
         self._record(phase=Phase.NEXT_BOOT)
         return Ending(True, (f"driver {record.new} is installed; `{COMMAND}` after the host's next boot checks it",))
 

@@ -715,7 +715,7 @@ def test_packages_for_the_next_boot_that_fail_are_replaced_at_once(site: Site, c
     site.driver.run(("systemctl", "stop", UNITS[1]), 1)
     site.driver.fails["apt-get --yes"] = "simulated"
     assert site.upgrade("--next-boot") == 1
-    assert f"{OLD} is again" in capsys.readouterr().out
+    assert f"{OLD} is installed again" in capsys.readouterr().out
     assert site.driver.changes[-1] == f"install {OLD} by dpkg"
     assert site.is_finished()
 
