@@ -217,16 +217,13 @@ class Upgrade(Struct):
         wanted = {(node.number.major, node.number.minor): node.path for node in self._nodes()}
         return find_holders(self.reconciler.system, wanted).holders
 
-    def _nodes(self) -> tuple[DeviceNode, ...]:
+    def _facts(self) -> VendorFacts:
         facts = self.reconciler.preview()[0]
-        devices = next((each.devices for each in facts.vendors if each.vendor == self.record.vendor), ())
-        return devices if isinstance(devices, tuple) else ()
+        return next(each for each in facts.vendors if each.vendor == self.record.vendor)
 
-    def _gpus(self) -> tuple[str, ...]:
-        facts = self.reconciler.preview()[0]
-        return tuple(
-            sorted(gpu.pci_address for each in facts.vendors if each.vendor == self.record.vendor for gpu in each.gpus)
-        )
+    def _nodes(self) -> tuple[DeviceNode, ...]:
+        devices = self._facts().devices
+        return devices if isinstance(devices, tuple) else ()
 
     def _running(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the units that run. Raises AgentError if that is unknown."""
@@ -273,6 +270,8 @@ class Upgrade(Struct):
     def _prepare(self, *, next_boot: bool) -> None:
         """Download and check everything. Changes nothing of the driver. Raises AgentError."""
         record, system, progress = self.record, self.reconciler.system, self.reconciler.progress
+        # A build that was killed has left it; kubelets may evict pods for its room.
+        system.remove_tree(BUILD)
         strict = self._running(self.packages.strict) if next_boot else ()
         if strict and any(each.name.startswith(self.packages.strict_packages) for each in record.changes):
             why = f"{strict[0]} runs, and its new version ends with the old module: then no GPU computes until the boot"
@@ -414,7 +413,8 @@ class Upgrade(Struct):
         except (AgentError, OSError) as error:
             self._put_back_after(error)
             forget(self.reconciler.system)
-            return Ending(False, (f"driver {record.new} could not be installed, {record.old} is again: {error}",))
+            what = f"driver {record.new} could not be installed, {record.old} is installed again: {error}"
+            return Ending(False, (what,))
         self._record(phase=Phase.NEXT_BOOT)
         return Ending(True, (f"driver {record.new} is installed; `{COMMAND}` after the host's next boot checks it",))
 
@@ -440,8 +440,7 @@ class Upgrade(Struct):
             else:
                 self._put_back()
             self._load(version)
-        facts = self.reconciler.preview()[0]
-        driver = next(each.driver for each in facts.vendors if each.vendor == record.vendor)
+        driver = self._facts().driver
         found = driver.user_space.version if driver else Absent("no driver was found")
         if found != version:
             has = f"libraries of {found}" if isinstance(found, str) else found.why
@@ -502,7 +501,7 @@ class Upgrade(Struct):
         try:
             with ExitStack() as locks:
                 # A reset or a test of a GPU may have no node open at the moment.
-                for address in self._gpus():
+                for address in sorted(gpu.pci_address for gpu in self._facts().gpus):
                     locks.enter_context(detach_lock(self.reconciler.system, address))
                 if held := self.foreign_holders():
                     raise AgentError("; ".join(held), "end this first")
@@ -661,15 +660,15 @@ def _planned(to: str, facts: Facts, system: System) -> tuple[DriverUpgrade, tupl
     if not own:
         what = f"no package has the version {old} of the loaded driver"
         raise AgentError(what, "`driver upgrade` only upgrades a driver that comes in packages for apt")
-    if held := [name for name, each in own.items() if each.held]:
-        names = " ".join(held)
-        raise AgentError(
-            f"apt keeps the versions of {names}", f"run `apt-mark unhold {names}`, and hold them afterwards"
-        )
-    _refuse_pins(have, to, packages)
     # Built modules have the kernel's version, but also the branch in their names.
     branch = old.partition(".")[0]
-    branched = [name for name in have if (name in own or vendor.vendor in name) and _has_branch(name, branch, old)]
+    branched = [name for name in have if (name in own or vendor.vendor in name) and _has_branch(name, branch)]
+    if held := [name for name, each in have.items() if each.held and (name in own or name in branched)]:
+        # apt simulates their change, but does not make it.
+        names = " ".join(held)
+        hint = f"run `apt-mark unhold {names}`, and hold them afterwards"
+        raise AgentError(f"apt keeps the versions of {names}", hint)
+    _refuse_pins(have, to, packages)
     replaced = dict[str, str]()
     if to and to.partition(".")[0] != branch and any(name in own for name in branched):
         # What has the old branch in its name is not asked for: where that has ended, those packages are empty.
@@ -715,14 +714,15 @@ def _wanted(
     if not to:
         # apt itself would keep Ubuntu's closed modules. What needs those of each new kernel stays if it can.
         return ("--only-upgrade", *own, *(name for name in built if KERNEL.search(name)))
-    versions = available([name for name in own if name not in replaced], to, system)
-    if replaced:
-        versions |= _of_other_branch(replaced, to, system)
-    elif versions:
-        versions |= available_for(built, to, system)
-    else:
-        what = f"no package source has the driver's packages ({first_of([*own])}) in {to}"
-        raise AgentError(what, "run `apt update`, or correct --to")
+    versions = available(sorted({*own, *replaced.values()} - replaced.keys()), to, system)
+    if not versions:
+        raise AgentError(f"no package source has the driver's packages in {to}", "run `apt update`, or correct --to")
+    versions |= available_for([replaced.get(name, name) for name in built], to, system)
+    # Of another branch, those of other kernels than the running one may go, but not all.
+    all_go = not any(name.startswith(BUILT) or DKMS.search(name) for name in versions)
+    missing = {name for name in replaced.values() if name not in versions and (all_go or not KERNEL.search(name))}
+    if missing:
+        raise AgentError(f"no package source has {first_of(sorted(missing))} in {to}", "install that version with apt")
     return (f"{name}={version}" for name, version in versions.items())
 
 
@@ -735,13 +735,14 @@ def _simulated(words: Sequence[str], to: str, system: System) -> Changes:
         if chosen := available(others, to, system):
             would = simulate([*words, *(f"{name}={version}" for name, version in chosen.items())], system)
     except CommandError as error:
-        raise AgentError(str(error), "install that version with apt" if to else "choose a version with --to") from error
+        raise AgentError(str(error), "run it to see why, or choose another version with --to") from error
     return would
 
 
-def _has_branch(name: str, branch: str, version: str) -> bool:
-    """Return whether a package has the branch in its name, but not the whole version."""
-    return version not in name and any(each["branch"] == branch for each in BRANCH.finditer(name))
+def _has_branch(name: str, branch: str) -> bool:
+    """Return whether a package has the branch in its name, but no whole version, as nvidia-firmware-570-570.86.15."""
+    found = BRANCH.search(name)
+    return found is not None and found["branch"] == branch and f"-{branch}." not in name
 
 
 def _refuse_pins(have: Iterable[str], to: str, packages: DriverPackages) -> None:
@@ -764,21 +765,6 @@ def _other_names(names: Iterable[str], to: str, system: System) -> dict[str, str
     if available([each for each in with_branch.values() if not each.startswith(BUILT)], to, system):
         return with_branch
     return {name: each if each.startswith(BUILT) else BRANCH.sub("", name, 1) for name, each in with_branch.items()}
-
-
-def _of_other_branch(replaced: Mapping[str, str], to: str, system: System) -> dict[str, str]:
-    """Return the package versions of another branch, by the new names. Raises AgentError if a package has none."""
-    names = sorted({*replaced.values()})
-    found = available(names, to, system)
-    if not found:
-        raise AgentError(f"no package source has the driver's packages in {to}", "run `apt update`, or correct --to")
-    of_kernels = [name for name in names if name.startswith(BUILT)]
-    found |= available_for(of_kernels, to, system)
-    # Those of other kernels than the running one may go, but not all.
-    all_go = not any(name.startswith(BUILT) or DKMS.search(name) for name in found)
-    if missing := [name for name in names if name not in found and (all_go or not KERNEL.search(name))]:
-        raise AgentError(f"no package source has {first_of(missing)} in {to}", "install that version with apt")
-    return found
 
 
 def _driver(facts: Facts) -> tuple[VendorFacts, DriverPackages, str]:

@@ -36,7 +36,7 @@ CONTENT = re.compile(
 """A line of `dpkg-deb --contents`; a device has its number in place of a size."""
 RELATION = re.compile(r"\(>?= (\S+)\)")
 """Matches a version that a dependency asks for, at least or exactly."""
-OPTIONS = ("--allow-downgrades", "--option=APT::Get::AutomaticRemove=false")
+OPTIONS = ("--yes", "--allow-downgrades", "--option=APT::Get::AutomaticRemove=false")
 """Options of apt-get for installations, and for what they would do."""
 KEEP = ("--force-confdef", "--force-confold")
 """Options of dpkg: a changed configuration file stays, and nobody is asked."""
@@ -171,24 +171,27 @@ def fetch(wanted: Mapping[str, str], directory: str, system: System) -> None:
     system.make_directory(directory)
     kept, partial = read_seen(system.entries, CACHE), f"{directory}/partial"
     native = native_architecture(system)
-    for name, version in wanted.items():
-        if file_of(name, version, system.entries(directory), native):
-            continue
-        # Whatever kills this, only complete files get to `directory`.
+    try:
+        for name, version in wanted.items():
+            if file_of(name, version, system.entries(directory), native):
+                continue
+            # Whatever kills this, only complete files get to `directory`.
+            system.remove_tree(partial)
+            system.make_directory(partial)
+            if isinstance(kept, tuple) and (cached := file_of(name, version, kept, native)):
+                system.run("cp", "--", f"{CACHE}/{cached}", f"{partial}/{cached}", timeout=QUERY_LIMIT)
+            else:
+                # apt-get downloads into its working directory.
+                download = ("env", f"--chdir={partial}", "apt-get", "download", f"{name}={version}")
+                system.run_tool(*download, timeout=FETCH_LIMIT)
+            file = file_of(name, version, system.entries(partial), native)
+            if not file:
+                raise AgentError(f"`apt-get download {name}={version}` left no package in {partial}")
+            system.sync(f"{partial}/{file}")
+            system.rename(f"{partial}/{file}", f"{directory}/{file}")
+    finally:
+        # Half a file of a failed download, perhaps on a disk that it has filled: kubelets evict pods then.
         system.remove_tree(partial)
-        system.make_directory(partial)
-        if isinstance(kept, tuple) and (cached := file_of(name, version, kept, native)):
-            system.run("cp", "--", f"{CACHE}/{cached}", f"{partial}/{cached}", timeout=QUERY_LIMIT)
-        else:
-            # apt-get downloads into its working directory.
-            download = ("env", f"--chdir={partial}", "apt-get", "download", f"{name}={version}")
-            system.run_tool(*download, timeout=FETCH_LIMIT)
-        file = file_of(name, version, system.entries(partial), native)
-        if not file:
-            raise AgentError(f"`apt-get download {name}={version}` left no package in {partial}")
-        system.sync(f"{partial}/{file}")
-        system.rename(f"{partial}/{file}", f"{directory}/{file}")
-    system.remove_tree(partial)
 
 
 def file_of(name: str, version: str, files: Iterable[str], native: str) -> str:
@@ -243,7 +246,7 @@ def install(words: Iterable[str], system: System, progress: Callable[[str], None
     wait_for_lock(system, progress)
     options = [f"--option=Dpkg::Options::={each}" for each in KEEP]
     options += [f"--option=DPkg::Lock::Timeout={LOCK_WAIT:.0f}", *(() if removes else ("--no-remove",))]
-    _run("apt-get", "--yes", "--quiet", *OPTIONS, *options, "install", *words, system=system)
+    _run("apt-get", *OPTIONS, "--quiet", *options, "install", *words, system=system)
 
 
 def automatic(system: System) -> frozenset[str]:

@@ -108,7 +108,7 @@ def use_force(driver: DriverHost) -> None:
         (lambda it: it.host.remove_tree("/sys/module/nvidia"), "", "is not loaded"),
         (use_force, "", "PID 901 (train): /dev/nvidia1"),
         (lambda it: None, "--next-boot", "then no GPU computes until the boot"),
-        (lambda it: it.fails.update({"apt-get --simulate": "E: held broken packages"}), "", "held broken packages"),
+        (lambda it: it.fails.update({"apt-get --simulate": "E: held broken packages"}), "", "run it to see why"),
     ],
 )  # fmt: skip
 def test_it_refuses_before_it_changes_anything(
@@ -297,6 +297,25 @@ def test_a_built_module_of_another_version_stops_nothing(site: Site, branch: str
     assert site.driver.state() == AS_BEFORE
 
 
+@pytest.mark.parametrize("options", ["", f"--to {NEW}"])
+def test_a_built_module_on_hold_stops_nothing(site: Site, options: str) -> None:
+    """apt only simulates its change: without --allow-change-held-packages, `apt-get --yes install` then refuses it."""
+    site.driver.branched = bool(options)
+    use_built_modules(site.driver, "580" if options else "550")
+    site.driver.held.add(OF_KERNEL.format(550))
+    with pytest.raises(AgentError, match=f"run `apt-mark unhold {OF_KERNEL.format(550)}`"):
+        site.upgrade(options)
+    assert site.driver.changes == []
+
+
+def test_what_a_former_version_left_has_no_successor(site: Site) -> None:
+    """Ubuntu's packages of firmware have branch and version in their names; apt keeps the former ones."""
+    site.driver.branched = True
+    site.driver.have_built["nvidia-firmware-550-550.90.07"] = "550.90.07"
+    assert site.upgrade(f"--to {NEW}") == 0
+    assert site.driver.state() == UPGRADED
+
+
 KERNEL = "6.12.0"
 DKMS = "src/nvidia-current-{}/dkms.conf"
 
@@ -357,6 +376,14 @@ def test_nothing_is_built_without_room(site: Site) -> None:
         site.upgrade()
     assert site.driver.changes == FETCH
     assert not any("--extract" in each for each in site.driver.calls)
+
+
+def test_what_a_killed_build_left_takes_no_room(site: Site) -> None:
+    site.host.file(f"{DRIVER_PACKAGES}/build/built/nvidia.o")
+    site.host.free = 1 << 20
+    with pytest.raises(AgentError, match="may be needed for driver"):
+        site.upgrade()
+    assert not site.host.exists(f"{DRIVER_PACKAGES}/build")
 
 
 def test_no_dkms_is_no_dkms(site: Site, capsys: Capture) -> None:
@@ -688,7 +715,7 @@ def test_packages_for_the_next_boot_that_fail_are_replaced_at_once(site: Site, c
     site.driver.run(("systemctl", "stop", UNITS[1]), 1)
     site.driver.fails["apt-get --yes"] = "simulated"
     assert site.upgrade("--next-boot") == 1
-    assert f"{OLD} is again" in capsys.readouterr().out
+    assert f"{OLD} is installed again" in capsys.readouterr().out
     assert site.driver.changes[-1] == f"install {OLD} by dpkg"
     assert site.is_finished()
 

@@ -142,7 +142,7 @@ class DriverHost:
                 )
                 printed = OTHERS + "".join("\t".join(each) + "\n" for each in lines)
                 for name, version in self.have_built.items():
-                    printed += f"{name}\tamd64\t{version}\t{version}\tinstalled\tinstall\n"
+                    printed += f"{name}\tamd64\t{version}\t{version}\tinstalled\t{WANT[name in self.held]}\n"
             case ("apt-cache", "madison", *names):
                 printed = "".join(
                     f"{name} | {version}-1 | http://deb.debian.org/debian trixie/non-free amd64 Packages\n"
@@ -163,7 +163,7 @@ class DriverHost:
                 printed = "".join(f"{name}\n" for name in self.automatic)
             case ("apt-mark", "auto", *names):
                 self.automatic = names
-            case ("apt-get", "--simulate", _, _, "install", *words):
+            case ("apt-get", "--simulate", _, _, _, "install", *words):
                 own = [word for word in words if not posixpath.basename(word).startswith("linux-")]
                 printed = self._simulate(own) + self._simulate_built(words)
             case ("env", directory, "apt-get", "download", package):

@@ -23,7 +23,8 @@ from agent.system.packages import (
 )
 from tests.fakes.host import Host
 
-SIMULATE = ("apt-get", "--simulate", "--allow-downgrades", "--option=APT::Get::AutomaticRemove=false", "install", "a")
+OPTIONS = ("--yes", "--allow-downgrades", "--option=APT::Get::AutomaticRemove=false")
+SIMULATE = ("apt-get", "--simulate", *OPTIONS, "install", "a")
 CONTENTS = ("dpkg-deb", "--contents", "/a.deb")
 
 
@@ -57,7 +58,7 @@ def test_changes_and_removals(host: Host) -> None:
         "Purg old [1] [new:amd64 ]\n"
         "Conf firmware (555.42.06-1 localhost [all])\n",
     )
-    assert simulate(SIMULATE[4:], host) == Changes(
+    assert simulate(SIMULATE[5:], host) == Changes(
         (Change("firmware", None, "555.42.06-1"), Change("libcuda1:i386", "550.163.01-2", "555.42.06-1")),
         ("cuda", "old"),
     )
@@ -67,7 +68,7 @@ def test_changes_and_removals(host: Host) -> None:
 def test_a_change_that_is_not_understood_is_an_error(host: Host, line: str) -> None:
     host.command(*SIMULATE, stdout=f"{line}\n")
     with pytest.raises(DocumentError, match="not understood"):
-        simulate(SIMULATE[4:], host)
+        simulate(SIMULATE[5:], host)
 
 
 def test_installed_packages_have_their_architecture_if_it_is_foreign(host: Host) -> None:
@@ -167,8 +168,7 @@ def test_only_complete_files_are_kept(host: Host) -> None:
     host.command(*download, stderr="E: Version '1' for 'a' was not found\n", status=100)
     with pytest.raises(AgentError, match="was not found"):
         fetch({"a": "1"}, "/packages", host)
-    assert host.entries("/packages") == ("partial",)
-    assert host.entries("/packages/partial") == ()
+    assert host.entries("/packages") == ()
 
 
 def test_a_process_that_waits_for_the_lock_does_not_have_it(host: Host) -> None:
