@@ -223,7 +223,7 @@ After=kubelet.service
 StartLimitIntervalSec=0
 
 [Service]
-# Not oneshot: until kubectl ends, the machine would count as still booting (`systemctl is-system-running`).
+# Not oneshot: until kubectl ends, the machine would count as still booting.
 Type=exec
 # Stays active until the next boot: the path unit would otherwise start it again and again.
 RemainAfterExit=yes
@@ -308,7 +308,7 @@ def _joined_service(node: str) -> str:
         # The Node may be from an earlier start or root file system. A kubelet that works says in which boot it is: each
         # start of a machine has an id of its own. The file is written in the pipeline: kubectl ends later.
         f'kubectl --kubeconfig={KUBECONFIG} --request-timeout={JOIN_WATCH + 10}s get --raw="{watch}"'
-        f' | {{ grep --quiet --file=/proc/sys/kernel/random/boot_id && {report}; }}',
+        f" | {{ grep --quiet --file=/proc/sys/kernel/random/boot_id && {report}; }}",
     )
     return f"{JOINED_SERVICE}ExecStart=/bin/sh -c '{'; '.join(script)}'\n"
 
