@@ -18,9 +18,8 @@ pytestmark = pytest.mark.exhaustive
 CANDIDATE = f"{MACHINE}-next"
 GPUS = 8
 CONFIGURATION = "/etc/unbounded-agent/config.toml"
-# The goal is 0.6. Observed next to `unbounded-agent restart`, not yet next to a plain restart: 1.36 on an idle computer
-# (53 s to 39 s), 0.71 while other tests ran (54 s to 76 s).
-SWITCH_VS_RESTART = 1.8
+# The goal is 0.6. Observed on an idle computer: 0.65 (36 s to 55 s; 37 s for `unbounded-agent restart`).
+SWITCH_VS_RESTART = 0.9
 SWITCH = f"""
 unbounded-agent switch {MACHINE} --image "$0" >/var/tmp/switch.log 2>&1 & pid=$!
 until test -s /run/unbounded-agent/machines/{CANDIDATE}/report/report.json; do kill -0 $pid || break; sleep 0.2; done
